@@ -228,10 +228,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _with_names(text: str, names: dict[str, str]) -> str:
-    """``text`` with the names of parameters in place of what Dynamo calls them."""
+    """``text`` with the names of parameters and arguments in place of what Dynamo calls them."""
     for placeholder, name in names.items():
         text = re.sub(rf"\b{placeholder}\b", name, text, flags=re.IGNORECASE)
-    return re.sub(r"\bl_\w+?_(modules|parameters)_\w+", lambda named: _unnamed(named[0]), text, flags=re.IGNORECASE)
+    text = re.sub(r"\bl_\w+?_(modules|parameters)_\w+", lambda named: _unnamed(named[0]), text, flags=re.IGNORECASE)
+    return re.sub(r"'l_(\w+?)_'", r"'\1'", text, flags=re.IGNORECASE)
 
 
 def _unnamed(placeholder: str) -> str:

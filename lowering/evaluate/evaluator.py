@@ -33,7 +33,7 @@ from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
 MAX_PROJECTIONS = 2
 _SHALLOW = frozenset((
     "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
-    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes",
+    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes", "detach",
 ))  # fmt: skip
 _MAX_UNROLLED = 1024
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
@@ -133,6 +133,9 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
         """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
+        if (only := next(filter(_is_only_feature, indices), None)) is not None:
+            found = self.reshape_indices(outer, inner, tuple(self.algebra.zero if i is only else i for i in indices))
+            return self.with_only_feature(inner, found, indices)
         result: list[Expr] = []
         for outer_axes, inner_axes in common_groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
@@ -155,6 +158,13 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             result += reversed(group)
         return tuple(result)
 
+    def with_only_feature(self, sizes: tuple[Size, ...], indices: Indices, given: Indices) -> Indices:
+        """Indices with the only feature, if it is one of ``given``, at the last axis of one element, of which it is any index."""
+        only = next(filter(_is_only_feature, given), None)
+        ones = [a for a, (size, i) in enumerate(zip(sizes, indices, strict=True)) if size == 1 and i is self.algebra.zero]
+        found = only is None or only in indices
+        return indices if found else tuple(only if a in ones[-1:] else i for a, i in enumerate(indices))
+
     def _element_permute(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims = value.args
         inner: list[Expr] = [self.algebra.zero] * len(dims)
@@ -166,7 +176,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         x, dim, start, step = value.args
         if self.may_be_outside(indices[dim], value.shape[dim]):
             return self.algebra.leaf(value, indices)
-        index = self.algebra.linear(start, [(step, indices[dim])])
+        one_of_many = _is_only_feature(indices[dim]) and x.shape[dim] != 1
+        index = self.algebra.linear(start, [] if one_of_many else [(step, indices[dim])])
         return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
 
     def may_be_outside(self, index: Expr, size: Size) -> bool:
@@ -184,7 +195,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
     def _broadcast(self, x: Value, shape: tuple[Size, ...], indices: Indices, depth: int) -> Expr:
         ones = (self.algebra.zero,) * (len(x.shape) - len(indices))  # leading axes that a write by subscript may have
         tail = (*ones, *indices[max(0, len(indices) - len(x.shape)) :])
-        own = tuple(self.algebra.zero if size == 1 else i for size, i in zip(x.shape, tail, strict=True))
+        read = (size != 1 or _is_only_feature(i) for size, i in zip(x.shape, tail, strict=True))
+        own = tuple(i if is_read else self.algebra.zero for i, is_read in zip(tail, read, strict=True))
         return self.element(x, own, depth)
 
     def _element_tile(self, value: Value, indices: Indices, depth: int) -> Expr:
@@ -408,7 +420,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         def factors(index: dict[str, Expr]) -> list[Expr]:
             found = []
             for x, label in zip(xs, labels, strict=True):
-                at = (self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True))
+                spread = (same_size(n, 1) and not _is_only_feature(index[c]) for c, n in zip(label, x.shape, strict=True))
+                at = (self.algebra.zero if is_spread else index[c] for c, is_spread in zip(label, spread, strict=True))
                 # What tells tokens apart is looked into however deep it stands.
                 found.append(self.element(x, tuple(at), 0 if depth >= MAX_PROJECTIONS and is_mask(x) else inner))
             return found
@@ -455,6 +468,11 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return e
         others.remove(kept[0])
         return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
+
+
+def _is_only_feature(index: Expr) -> bool:
+    """Whether an index is the feature of an output that has one."""
+    return index.kind == "var" and index.args[1:] == (1, "d")
 
 
 def _tells(e: Expr, var: Expr) -> bool:

@@ -128,8 +128,17 @@ class GroupRules:
         bounds = {self.algebra.extent(key) for key in keys.values() if key is not None}
         if len(numbers) != 1 or len(bounds) != 1 or None in bounds or not is_count(count):
             return None
-        var = self.algebra.var(0, next(iter(bounds)), "r")
-        return var, self.algebra.substitute(count, {hit: self.algebra.eq(key, var) for hit, key in keys.items()})
+        var, number = self.algebra.var(0, next(iter(bounds)), "r"), next(iter(numbers))
+
+        def of_any(e: Expr) -> Expr:
+            """``e`` with the variable for the number where it is compared, and where it is an index of so many."""
+            if e.kind == "leaf":
+                places = zip(e.args[1], e.args[0].shape, strict=True)
+                indices = (var if i is number and same_size(n, var.args[1]) else of_any(i) for i, n in places)
+                return self.algebra.leaf(e.args[0], tuple(indices))
+            return self.algebra.eq(of_any(keys[e]), var) if e in keys else self.algebra._rebuild(e, of_any)
+
+        return var, of_any(count)
 
     def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
         """The group in which a row stands, where the ends of the groups are running counts."""

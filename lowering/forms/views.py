@@ -103,9 +103,10 @@ def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 
 @form("detach")
 def _detach(view: GraphView, x: Any) -> Value:
-    alike = view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point
-    require(alike, "a detached tensor has a gradient of its own")
-    return tensor(x)
+    if view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point:
+        return x
+    require(not x.of_state, "a parameter without gradient is one of its own")
+    return view.make("pointwise", "detach", (x,), (), shape=x.shape, dtype=x.dtype)
 
 
 @form("flip")

@@ -35,6 +35,9 @@ IDEMPOTENT = ("eq", "any", "distinct")
 CHOSEN = "chosen"
 """The function that is 1 where a weight is not zero, made by `fading.chosen`: the weight times it is the weight."""
 
+DETACH = "detach"
+"""The function that is what its argument is, and lets no gradient through."""
+
 DROPOUT = "dropout"
 """The function that drops an element with a probability, its parameter, by a number drawn for this element alone."""
 

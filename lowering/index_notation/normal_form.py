@@ -13,6 +13,7 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
+    DETACH,
     IDEMPOTENT,
     MAX_OPERANDS,
     SCALED,
@@ -425,6 +426,28 @@ class Algebra:
     def unscaled(self, e: Expr) -> Expr:
         """``e``, a product if it is one that was ``scaled``."""
         return self.mul(self.const(e.args[2][0]), *e.args[1]) if e.kind == "call" and e.args[0] == SCALED else e
+
+    def detached(self, e: Expr) -> Expr:
+        """``e`` without gradient: a product of factors without, a sum of terms without; what has none anyway stays as it is.
+
+            (rows * score).detach() = rows.detach() * score.detach()
+        """
+        if is_integer(e) or is_count(e) or e.kind in ("const", "var", "distinct") or (e.kind == "call" and e.args[0] == DETACH):
+            return e
+        if e.kind in ("add", "mul"):
+            return getattr(self, e.kind)(*map(self.detached, e.args))
+        if e.kind == "cast" and e.args[0].is_floating_point:
+            return self.cast(e.args[0], self.detached(e.args[1]))
+        if e.kind == "sum":
+            var, body = self.open(e)
+            return self.sum(var, self.detached(body))
+        return self.call(DETACH, (e,))
+
+    def attached(self, e: Expr) -> Expr | None:
+        """What ``e`` is without gradient; None where it has one, as far as is known."""
+        parts = {part: part.args[1][0] for part in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == DETACH)}
+        whole = self.substitute(e, parts) if parts else e
+        return whole if parts and self.detached(whole) is e else None
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
         return e if e.kind == "const" else self._intern("cast", dtype, e)

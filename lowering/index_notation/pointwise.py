@@ -60,6 +60,8 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return _not(algebra, algebra.eq(a, b))
         case "not":
             return _not(algebra, a)
+        case "detach":
+            return algebra.detached(a)
         case "where":
             return _where(algebra, *args)
     return algebra.call(name, tuple(args), *params)

@@ -53,11 +53,11 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
     read_compared,
     read_indexed,
     read_scored,
+    with_kept_apart,
     without_input_mask,
 )
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
-_DETACHED = "`.detach()` stands between scores and experts, which is a layer under torch.no_grad() alone"
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
 
@@ -162,6 +162,7 @@ class _Routed:
     scales: tuple[Scale, ...]
     top_k: int
     kept: Operand | None = None
+    keeps_slots: bool = False
     named: Named | None = None
     scored: bool = False  # a token may go to every expert
 
@@ -252,7 +253,7 @@ class _Proof:
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=lead.feature_in.args[1], F=lead.width.args[1],
             out_width=candidate.value.shape[-1], dropout=lead.dropout, dtype=dtype,
-            chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
+            chosen=candidate.chosen, base=candidate.base, kept=routed.kept, keeps_slots=routed.keeps_slots,
             numbers=_numbers(routed.numbers, E, bounds) if routed.is_dense else (), zero_computation=plain,
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,
             subscripts=selects, copied=written_before_backward(self.view, root, read),
@@ -281,24 +282,27 @@ class _Proof:
         scored = [self._scored_routing(expert) for expert in experts]
         if all(scored):
             experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]
-            try:
-                routings, found = find_scored(self.algebra, self.finder, given)
-            except Declined:
-                x = experts[0].x
-                detached = x.kind == "leaf" and target_name(x.args[0].node) == "detach"
-                prove(not detached, Reason.ROUTING, _DETACHED, x.args[0].node if detached else None)
-                raise
+            routings, found = find_scored(self.algebra, self.finder, given)
             order, numbers = expert_order(routings)
             top_k = routings[0].ids.args[1]
             return _Routed(
                 experts, routings, order, numbers, None, found.weights, found.masks, top_k, named=found.named, scored=True
             )
         routings = [self._routing(expert) for expert in experts]
+        try:
+            return self._routed_by_ids(experts, routings)
+        except Declined:
+            apart = [with_kept_apart(self.algebra, routing) for routing in routings]
+            if apart == routings:
+                raise
+        return self._routed_by_ids(experts, apart)
+
+    def _routed_by_ids(self, experts: list[ExpertTerm], routings: list[Routing]) -> _Routed:
         order, numbers = expert_order(routings)
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k, scales = find_scaled_routing(self.algebra, self.finder, routings, depth)
-        kept = find_kept(self.algebra, self.finder, routings)
-        return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept)
+        kept, keeps_slots = find_kept(self.algebra, self.finder, routings, ids)
+        return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept, keeps_slots)
 
     def _scored_routing(self, expert: ExpertTerm) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(self.algebra, expert, self.feature)

@@ -265,7 +265,7 @@ class _Known:
             counts.sum()        sum_e sum_n [ids[n] = e]
             chosen_ET.sum()     the same
         """
-        if e.kind == "sum":
+        if e.kind == "sum" and self.evaluator.numbered(e) is None:
             number, body = self.evaluator.algebra.open(e)
             compared = any(number in hit.args for hit in subexpressions(body, lambda inner: inner.kind == "eq"))
             if compared and isinstance(size := number.args[1], int):

@@ -82,7 +82,7 @@ class Inserter(NodeInserter):
         if operand.rest:
             slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
             return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
-        node, fake = self._read(operand.node), fake_of(operand.node)
+        node, fake = self._read(operand), fake_of(operand.node)
         if operand.turned:
             node = self.view(node, "t")
         elif fake.dim() != 2 or fake.shape[1] != width:
@@ -91,24 +91,33 @@ class Inserter(NodeInserter):
             node = self.call("to", node, operand.dtype)
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
 
+    def of_slots(self, operand: Operand, sizes: tuple[int, int, int]) -> fx.Node:
+        """An operand as ``[T, K, E]``, of sizes of which T may be a symbol."""
+        if operand.rest:
+            return self.call(torch.stack, [self.rows(part, sizes[2]) for part in (replace(operand, rest=()), *operand.rest)], 1)
+        if not operand.turned:
+            return self.call("reshape", self._read(operand), (-1, *sizes[1:]))
+        return self.call("transpose", self.call("reshape", self._read(operand), (sizes[1], -1, sizes[2])), 0, 1)
+
     def places(self, operand: Operand) -> fx.Node:
         """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in."""
         if operand.rest:
-            node = self.call(torch.stack, list(operand.nodes), 1)
+            node = self.call(torch.stack, [self._read(part) for part in (operand, *operand.rest)], 1)
         else:
-            node = self._read(operand.node) if operand.turned else self.view(self._read(operand.node), "t")
+            node = self._read(operand) if operand.turned else self.view(self._read(operand), "t")
         return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
 
     def numbers(self, operand: Operand) -> fx.Node:
         """An operand without tokens as one axis, in the dtype it is used in."""
         stored = (operand, *operand.rest)
-        flat = [self.call("reshape", self._read(part.node), (-1,)) for part in stored]
+        flat = [self.call("reshape", self._read(part), (-1,)) for part in stored]
         node = self.call(torch.cat, flat) if operand.rest else flat[0]
         return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
 
-    def _read(self, node: fx.Node) -> fx.Node:
-        """An operand as it is here. Inductor drops the copies: what AOTAutograd traces has no writes."""
-        return self.call("clone", node) if node in self._copied else node
+    def _read(self, operand: Operand) -> fx.Node:
+        """What holds an operand as it is here. Inductor drops the copies: what AOTAutograd traces has no writes."""
+        node = self.call("clone", operand.node) if operand.node in self._copied else operand.node
+        return self.call("detach", node) if operand.detached else node
 
 
 def _inference_block(node: fx.Node) -> fx.Node | None:

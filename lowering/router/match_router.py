@@ -58,7 +58,7 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     weights = logits.softmax(-1).gather(1, ids)   # ``route_at``, whatever the ids are: recorded ones, or by a hash
     """
     weights, experts = match.weights, match.experts
-    if weights is None or weights.rest or experts is None or experts.rest:
+    if weights is None or weights.rest or weights.detached or experts is None or experts.rest:
         return None
     if not breaks_ties_as_topk(fake_of(match.x.node).device):
         return None

@@ -1,6 +1,7 @@
 """Elements of a match's operands in index notation: of tokens, of slots, of experts, and of weights as views."""
 
 import math
+from dataclasses import replace
 
 from torch import fx
 
@@ -33,6 +34,15 @@ class Elements:
         shape, at = ((width, self.num_tokens), (column, token)) if operand.turned else ((self.num_tokens, width), (token, column))
         return self._times(operand, self._at(value, shape, at, depth))
 
+    def of_slot(self, operand: Operand, k: Expr, expert: Expr, sizes: tuple[int, int]) -> Expr:
+        """The element of ``[T, K, E]``, turned ``[K, T, E]``, or of the tensor ``[T, E]`` that the slot has."""
+        if operand.rest:
+            return self.of_token(replace((operand, *operand.rest)[k.args[0]], rest=()), expert, sizes[1])
+        shape, at = (self.num_tokens, *sizes), (self.token, k, expert)
+        if operand.turned:
+            shape, at = (shape[1], shape[0], shape[2]), (k, self.token, expert)
+        return self._at(self._value(operand.node), shape, at, 0)
+
     def of_input(self, operand: Operand, feature: Expr, token: Expr | None = None) -> Expr:
         """The element of the layer's input, which is not looked into further than an expert's input is."""
         return self.of_token(operand, feature, feature.args[1], token, MAX_PROJECTIONS)
@@ -41,9 +51,9 @@ class Elements:
         """The element of ``[E, C]``, turned ``[C, E]``, or ``[C]`` of each."""
         if operand.rest:
             slot = (operand, *operand.rest)[expert.args[0]]
-            return self._at(self._value(slot.node), sizes[1:], (place,), 0)
+            return self._times(slot, self._at(self._value(slot.node), sizes[1:], (place,), 0))
         shape, at = (sizes[::-1], (place, expert)) if operand.turned else (sizes, (expert, place))
-        return self._at(self._value(operand.node), shape, at, 0)
+        return self._times(operand, self._at(self._value(operand.node), shape, at, 0))
 
     def of_expert(self, operand: Operand, expert: Expr, count: int) -> Expr:
         """The element of ``[E]``, of one element for all experts, or of one tensor each."""
@@ -56,7 +66,7 @@ class Elements:
 
     def of_vector(self, operand: Operand, feature: Expr) -> Expr:
         """The element of ``[D]``."""
-        return self._at(self._value(operand.node), (feature.args[1],), (feature,), 0)
+        return self._times(operand, self._at(self._value(operand.node), (feature.args[1],), (feature,), 0))
 
     def of_weight(self, view: WeightView, expert: Expr, *logical: Expr) -> Expr:
         """The element of a view ``[E, ...]`` of stored weights."""
@@ -71,7 +81,8 @@ class Elements:
             taken = (*part.sizes[:-1], part.length)
             *outer, last = self.evaluator.reshape_indices(sizes, taken, indices)
             sizes, indices = part.sizes, (*outer, self.algebra.linear(part.start, [(1, last)]))
-        return self._at(value, sizes, indices, 1)
+        stored_at = self.evaluator.reshape_indices(sizes, value.shape, indices)
+        return self.evaluator.element(value, self.evaluator.with_only_feature(value.shape, stored_at, logical), 1)
 
     def _value(self, node: fx.Node) -> Value:
         return self._view.value_at(node, self._position)
@@ -80,4 +91,5 @@ class Elements:
         return self.evaluator.element(value, self.evaluator.reshape_indices(shape, value.shape, indices), depth)
 
     def _times(self, operand: Operand, e: Expr) -> Expr:
+        e = self.algebra.detached(e) if operand.detached else e
         return e if operand.factor == 1 else self.algebra.mul(self.algebra.const(operand.factor), e)

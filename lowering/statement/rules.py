@@ -5,12 +5,14 @@ the way is no part of that form, and subscripts that data give are in range ther
 """
 
 from collections import Counter
+from itertools import combinations
 
 import torch
 
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
+from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.terms.activation import is_changing
@@ -96,7 +98,7 @@ class LayerForm:
         The last one holds where no gradient gets past a zero. Beside a comparison of an id with a number the id is that number.
         """
         algebra = self._algebra
-        flat = Counter(part for factor in factors for part in factors_of(factor))
+        flat = Counter(part for part in self._merged([part for factor in factors for part in factors_of(factor)]))
         flat -= Counter({part: number - 1 for part, number in flat.items() if self._is_mask(part) or is_indicator(part)})
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
@@ -114,6 +116,20 @@ class LayerForm:
                 if (less := algebra.mul(*rest)) is not whole:
                     return self.of(less)
         return whole
+
+    def _merged(self, factors: list[Expr]) -> list[Expr]:
+        """Factors of which no two are sums of what the same comparisons bracket, of which one holds at most.
+
+            (sum_k [m_k] a_k) (sum_k [m_k] b_k) = sum_k [m_k] a_k b_k
+        """
+        for first, second in combinations([f for f in factors if f.kind == "sum"], 2):
+            (slot, a), (other, b) = self._algebra.open(first), self._algebra.open(second)
+            b = self._algebra.substitute(b, {other: slot}) if same_size(slot.args[1], other.args[1]) else b
+            shared = [hit for hit in factors_of(a) if hit in factors_of(b) and self._is_mask(self._algebra.sum(slot, hit))]
+            if shared and slot.args[2] == "r" and slot in shared[0].free:
+                rest = list((Counter(factors) - Counter((first, second))).elements())
+                return self._merged([*rest, self._algebra.sum(slot, self._algebra.mul(a, b))])
+        return factors
 
     def _subscripted(self, leaf: Expr) -> Expr:
         """An element at subscripts that data give, which are in range: the same element as at any other index."""

@@ -143,6 +143,22 @@ def test_widths_that_fill_blocks():
     check_backward(layer)
 
 
+def test_outputs_of_one_feature():
+    """As heads have that score: none of it is read as the tokens' width."""
+    layer = layer_for("unused_slots", bias=True)
+    used = int(layer.routing[1][-1])
+    w_down, b_down = [weight[..., :1] for weight in layer.w_down], [bias[:, :1] for bias in layer.b_down]
+    h, a = hidden(layer)
+    arguments = (h, a, w_down, b_down, layer.weights_TK, *layer.routing, layer.activation)
+    got = launch_expert_down(*arguments)
+    assert got.shape == (len(layer.x_TD), 1)
+    assert_near(got, oracle("expert_down", *arguments), roundings=8)
+    dout = torch.randn(len(layer.x_TD), 1).to(h.dtype)
+    arguments = (dout, h, w_down, b_down, layer.weights_TK, *layer.routing, layer.activation)
+    got, expected = launch_expert_down_backward(*arguments), oracle("expert_down_backward", *arguments)
+    assert_near((got[0], got[2]), (expected[0], expected[2]), used, roundings=16)
+
+
 @pytest.mark.parametrize("top_k", [1, 9])
 def test_any_number_of_choices(top_k):
     layer = layer_for("unused_slots", sizes=(11, top_k, 16, 16))

@@ -246,6 +246,18 @@ def test_reasons_have_the_names_that_parameters_have():
     assert candidate.became is None and "('up.0.0.weight' where" in str(candidate)
 
 
+class Unprojected(Dense):
+    def forward(self, hidden_states):
+        weights, chosen = self.router(hidden_states).softmax(dim=-1).topk(2, dim=-1)
+        shares = [(weights * (chosen == e)).sum(dim=-1, keepdim=True) for e in range(len(self.up))]
+        return sum(share * hidden_states * hidden_states for share in shares)
+
+
+def test_reasons_have_the_names_that_arguments_have():
+    (candidate,) = moeblaze_ops.explain(Unprojected(), torch.randn(6, 16)).candidates
+    assert candidate.became is None and "('hidden_states' where" in str(candidate)
+
+
 class Branching(Guarded):
     """Skips more than experts without tokens."""
 

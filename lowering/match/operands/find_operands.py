@@ -25,7 +25,7 @@ class Operand:
     """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
 
     ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them; ``turned``: it holds
-    them as ``[E, T]``. ``rest``: it holds the first slot of each token, and these the others.
+    them as ``[E, T]``. ``rest``: it holds the first slot of each token, and these the others. ``detached``: it gets no gradient.
     """
 
     node: fx.Node
@@ -34,6 +34,7 @@ class Operand:
     turned: bool = False
     factor: float = 1
     rest: tuple["Operand", ...] = ()
+    detached: bool = False
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -78,6 +79,20 @@ class Finder:
     def find_places(self, targets: Indices, experts: Indices, place: Expr, sizes: tuple[Size, Size]) -> Operand | None:
         """The node ``[E, C]``, or turned ``[C, E]``, whose element at (expert, place) is the target, for every expert."""
         for turned, ways in enumerate(_of_places(experts, place, sizes)):
+            if (found := self._latest(targets, ways)) is not None:
+                return replace(found, turned=bool(turned))
+        return None
+
+    def find_of_slots(self, targets: Indices, experts: Indices, slot: Expr, count: int) -> Operand | None:
+        """The node of ``[T, K, E]``, or turned ``[K, T, E]``, whose element at (token, slot, expert) is the target."""
+        of_token, of_slot = (self.num_tokens, self.token), (slot.args[1], slot)
+        for turned, outer in enumerate(((of_token, of_slot), (of_slot, of_token))):
+            sizes, places = (*(size for size, _ in outer), count), [(*(at for _, at in outer), expert) for expert in experts]
+
+            def ways(shape: tuple[Size, ...], sizes=sizes, places=places) -> Iterator[Sequence[Indices]]:
+                if same_size(math.prod(shape), math.prod(sizes)):
+                    yield [self._evaluator.reshape_indices(sizes, shape, place) for place in places]
+
             if (found := self._latest(targets, ways)) is not None:
                 return replace(found, turned=bool(turned))
         return None
@@ -135,6 +150,10 @@ class Finder:
             if (integers and value.dtype.is_floating_point) or not _are(elements, targets):
                 continue
             return Operand(node, value.dtype)
+        attached = tuple(map(self._evaluator.algebra.attached, targets))
+        if None not in attached:
+            found = self._latest(attached, ways, depth, integers=integers)
+            return found and replace(found, detached=True)
         casts = {target.args[0] if target.kind == "cast" else None for target in targets}
         if len(casts) != 1 or None in casts:
             return None

@@ -20,7 +20,10 @@ def is_permuted(e: Expr) -> bool:
 def find_routing(
     algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
 ) -> tuple[Operand, Operand | None, int]:
-    """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K."""
+    """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K.
+
+    Ids and weights of slots of their own are in the order of ``routings``, as far as no tensor has all of them.
+    """
     prove(len({routing.slot is None for routing in routings}) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
     weights_of: dict[tuple[Expr, Expr | None], dict[Expr, None]] = {}
     for routing in routings:
@@ -69,37 +72,52 @@ def _find(
         weights = _find_scores(algebra, finder, routings, depth)
     if weights is None and slot is None:
         weights = joined([finder.find_scaled((product,), (algebra.zero,), 1, depth) for product in products])
+    if weights is None and slot is None and top_k > 1:
+        weights = _find_scores(algebra, finder, routings, depth)
     prove(weights is not None, *_unaligned(products, "routing weights"))
     return found, weights, top_k
 
 
 def _find_scores(algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int) -> Operand | None:
     """Scores of all experts, of which the layer uses those that the ids choose; the others are zero, or any numbers."""
-    if len({r.expert for r in routings} - {None}) < len(routings):
+    if any(r.expert is None for r in routings):
         return None
-    kept = {r.expert: algebra.mul(r.score, *([] if r.kept is None else [r.kept])) for r in routings}
-    for scores in ({r.expert: r.score for r in routings}, {r.expert: algebra.mul(*r.weights) for r in routings}, kept):
-        experts, targets, count = by_number(scores)
+    own = [(r.expert, algebra.mul(*r.weights)) for r in routings]
+    kept = [(r.expert, algebra.mul(r.score, *([] if r.kept is None else [r.kept]))) for r in routings]
+    for scores in ([(r.expert, r.score) for r in routings], own, kept):
+        if len(set(scores)) != len(dict(scores)):
+            continue  # slots of one expert differ
+        experts, targets, count = by_number(dict(scores))
         found = finder.find_scaled(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
         if found is not None:
             return replace(found, gathered=True)
     return None
 
 
-def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> Operand | None:
-    """What says of each token and expert whether it takes the token, None where all take all."""
-    kept: dict[Expr | None, Expr | None] = {}
+def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids: Operand) -> tuple[Operand | None, bool]:
+    """What says of each token and expert whether it takes the token, None where all do; and whether it does of each slot."""
+    kept: dict[Expr, dict[Expr | None, Expr | None]] = {}
     for routing in routings:
-        kept.setdefault(routing.expert, routing.kept)
-    if set(kept.values()) == {None}:
-        return None
-    prove(None not in kept and None not in kept.values(), Reason.SLOT_WEIGHTS, "some experts keep all tokens")
-    experts, targets, count = by_number(kept)
-    found = finder.find(targets, experts, count)
+        kept.setdefault(routing.ids, {})[routing.expert] = routing.kept
+    of_all, *others = kept.values()
+    if all(set(own.values()) == {None} for own in kept.values()):
+        return None, False
+    known = all(None not in own and None not in own.values() for own in kept.values())
+    prove(known, Reason.SLOT_WEIGHTS, "some experts keep all tokens")
+    experts, targets, count = by_number(of_all)
+    slot = routings[0].slot
+    if any(own != of_all for own in others):
+        in_order = len(ids.rest) == len(others)  # slots of their own, as `joined` has them
+        tables = [by_number(own)[1] for own in kept.values()] if in_order else []
+        found, of_slots = joined([finder.find(table, experts, count) for table in tables] or [None]), True
+    elif slot is not None and any(slot in target.free for target in targets):
+        found, of_slots = finder.find_of_slots(targets, experts, slot, count), True
+    else:
+        found, of_slots = finder.find(targets, experts, count), False
     prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")
     bounds = [algebra.extent(routing.ids) for routing in routings]
     prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
-    return found
+    return found, of_slots
 
 
 def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:

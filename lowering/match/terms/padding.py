@@ -116,10 +116,17 @@ def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed
         if placed.slot is not None and other.slot is not None:
             hit, *own = (algebra.substitute(f, {other.slot: placed.slot}) for f in (other.hit, *own))
             other = replace(other, slot=placed.slot, hit=hit, factors=tuple(own), around=())
-        implied = all(map(is_indicator, own)) and set(own) <= set(placed.all_factors)
+        marks = [f for f in own if not _is_chosen_weight(f, placed)]
+        implied = all(map(is_indicator, marks)) and set(marks) <= set(placed.all_factors)
         if implied and _position(algebra, other, place, token) == count:
             return True
     return False
+
+
+def _is_chosen_weight(mark: Expr, placed: _Placed) -> bool:
+    """Whether a mark is 1 wherever the weight at a place is not zero, since it says that of factors of it: [w != 0] w = w."""
+    number = _not_zero(mark)
+    return number is not None and fades(number) and _without_numbers(number) <= Counter(placed.all_factors)
 
 
 def _without_numbers(e: Expr) -> Counter:

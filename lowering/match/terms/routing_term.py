@@ -93,10 +93,26 @@ def read_compared(
     chosen = (weighted or summed or selections)[0]
     factors = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
+    for other in (s for s in weighted if s is not chosen and s.slot is not None and chosen.slot is not None):
+        own = {other.slot: chosen.slot}  # of ids that differ: (sum_k [m_k] a_k) (sum_k [m_k] b_k) = sum_k [m_k] a_k b_k
+        if algebra.substitute(other.ids, own) is chosen.ids:
+            keeping += [algebra.substitute(weight, own) for weight in other.weights]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
     return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, kept, score)
+
+
+def with_kept_apart(algebra: Algebra, routing: Routing) -> Routing:
+    """A routing whose weights say which slots an expert keeps, with that among ``kept``: no tensor has to hold both.
+
+        (mask * (rank < capacity) * scores).sum(0)              mask, rank: [K, T, E], scores: [T, E]
+    """
+    keeping = [w for w in routing.weights if routing.slot in w.free and _keeps(w, routing.ids)]
+    if not keeping or routing.kept is not None:
+        return routing
+    weights = tuple(weight for weight in routing.weights if weight not in keeping)
+    return replace(routing, weights=weights, kept=algebra.mul(*keeping), score=algebra.mul(*weights))
 
 
 def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:

@@ -38,7 +38,10 @@ def draw(rng: random.Random) -> Layer:
     layer.out = "O" if widened and family in ("masked", "select", "stack", "slots", "guarded", "placed") else "D"
     _declare(layer, rng)
     before, after = _surroundings(layer, rng)
-    layer.body = [*before, *_router(layer, rng), *FAMILIES[family](layer, rng), *after]
+    router = _router(layer, rng)
+    stops = [[]] * 6 + [["weights = (weights * 1.5).detach()"], ["x = (x * 0.5).detach()"]]
+    stopped = random.Random("".join(router)).choice(stops)  # of a sequence of its own: seeds keep the rest of their programs
+    layer.body = [*before, *router, *stopped, *FAMILIES[family](layer, rng), *after]
     if layer.out == "O":
         layer.body = [_of_width(line) for line in layer.body]
     if rng.random() < 0.25:

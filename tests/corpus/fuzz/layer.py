@@ -84,11 +84,12 @@ class Layer:
             made.append(f"self.experts = nn.ModuleList(nn.ModuleDict(dict({parts})) for _ in range(E))")
         made += ["self.seen, self.log = 0, []", "self.register_buffer('loads', torch.zeros(E))", *self.made]
         method = ["", "    def expert(self, e, x):", *indented(self.expert, 2)] if self.expert else []
+        wide = 1 if self.E == 3 else self.D + 3  # of outputs that are not as wide as tokens
         lines = [
             "import collections", "import functools", "import itertools", "", "import torch", "import torch.nn.functional as F",
             "from torch import nn", "",
             "from tests.corpus.zoo.catalogue import grouped_mm_fallback", "",
-            f"T, E, K, D, H, O = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}, {self.D + 3}", "", "",
+            f"T, E, K, D, H, O = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}, {wide}", "", "",
             *(_PRODUCTS if self.family == "sorted" else ()),
             *self.definitions, "class MoE(nn.Module):", f"    calls = {self.calls}", "",
             "    def __init__(self):", "        super().__init__()", *indented(made, 2), *method, "",

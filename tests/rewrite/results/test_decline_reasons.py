@@ -26,21 +26,6 @@ def test_width_that_is_split():
     assert "expert 0 adds two products to the sum" in layer.detail and "width F is split" in layer.detail
 
 
-def _detached_behind_scores(self, x, weights, ids):
-    """Llama 4 as Meta wrote it."""
-    scores = torch.zeros(x.shape[0], self.E, dtype=x.dtype).scatter(1, ids, weights)
-    rows = (x * scores.t().unsqueeze(-1)).detach()
-    return torch.bmm(F.silu(torch.bmm(rows, self.w1)) * torch.bmm(rows, self.w3), self.w2).sum(0)
-
-
-def test_detached_scores():
-    layer, x = zoo.StackedMoE(_detached_behind_scores, "split"), torch.randn(10, zoo.D)
-    (found,) = rewrite_of(layer, x).candidates
-    assert found.reason == "ROUTING" and "`.detach()` stands between scores and experts" in found.detail
-    with torch.no_grad():
-        assert len(rewrite_of(layer, x).rewritten) == 1
-
-
 def _of_rows(function):
     def spelling(self, x, weights, ids):
         out = torch.zeros_like(x)
