@@ -61,7 +61,7 @@ def asked_for(package):
         lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return set()
-    return {normal(re.match("[\w.-]+", line)[0]) for line in lines if "extra ==" not in line}
+    return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines if "extra ==" not in line}
 
 def normal(name):
     return re.sub("[-_.]+", "-", name).lower()
