@@ -69,7 +69,7 @@ def one_expert_activates_differently(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("ACTIVATION")
+@_lookalike("NOT_TWO_PROJECTIONS")
 def detached_gate(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
