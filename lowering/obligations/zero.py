@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import sympy
 import torch
@@ -64,6 +65,10 @@ def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_fl
     if difference.free_symbols != {size} or sympy.degree(difference, size) != 1:
         return False
     return [condition.subs(size, number) == sympy.true for number in tested] == [truth, *[not truth] * (len(tested) - 1)]
+
+
+_NOT_UNIFIED = frozenset(("const", "var", "nonzero", "group", "inverse", "distinct"))
+"""Kinds of expressions that are the same object, or another one."""
 
 
 class Zeros:
@@ -162,61 +167,44 @@ class Zeros:
 
         return choose(factors, {})
 
-    def _unify(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
+    def _unify(self, pattern: Any, e: Any, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
+        """True if an argument of an expression is the pattern's for some values of the bound variables, noted in ``binding``."""
+        if isinstance(pattern, tuple):
+            return len(pattern) == len(e) and all(self._unify(p, a, bound, binding) for p, a in zip(pattern, e, strict=True))
+        if not isinstance(pattern, Expr):
+            return pattern == e
         if pattern in bound:
-            if not self.algebra.fits(e, pattern.args[1]):
-                return False
-            return binding.setdefault(pattern, e) is e
+            return self.algebra.fits(e, pattern.args[1]) and binding.setdefault(pattern, e) is e
         if pattern is e:
             return True
-        if pattern.kind != e.kind or pattern.free.isdisjoint(bound):
+        if pattern.kind != e.kind or pattern.kind in _NOT_UNIFIED or pattern.free.isdisjoint(bound):
             return False
-        if pattern.kind == "leaf":
-            return pattern.args[0] is e.args[0] and self._unify_indices(pattern, e, bound, binding)
-        if pattern.kind == "eq":
-            for sides in (pattern.args, pattern.args[::-1]):
-                trial = dict(binding)
-                if all(self._unify(p, a, bound, trial) for p, a in zip(sides, e.args, strict=True)):
-                    binding.update(trial)
-                    return True
-            return False
-        if pattern.kind in ("prefix", "sum", "any"):
-            (inner, body), (variable, other) = self.algebra.open(pattern), self.algebra.open(e)
-            if inner is not variable or not self._unify(body, other, bound, binding):
-                return False
-            if any(variable in value.free for value in binding.values()):
-                return False
-            return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[2:], e.args[2:], strict=True))
-        if pattern.kind == "call":
-            if (pattern.args[0], pattern.args[2], len(pattern.args[1])) != (e.args[0], e.args[2], len(e.args[1])):
-                return False
-            return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[1], e.args[1], strict=True))
+        parts, others = pattern.args, e.args
+        if pattern.kind in ("eq", "add", "mul"):
+            return self._unify_in_any_order(parts, others, bound, binding)
         if pattern.kind == "linear":
-            terms, others = dict(pattern.args[1]), dict(e.args[1])
-            alike = pattern.args[0] == e.args[0] and terms.keys() == others.keys()
-            alike &= len(terms) == len(pattern.args[1]) == len(e.args[1])
-            return alike and all(self._unify(atom, others[c], bound, binding) for c, atom in terms.items())
-        if pattern.kind in ("div", "mod"):
-            return same_size(pattern.args[1], e.args[1]) and self._unify(pattern.args[0], e.args[0], bound, binding)
-        if pattern.kind == "cast":
-            return pattern.args[0] == e.args[0] and self._unify(pattern.args[1], e.args[1], bound, binding)
-        if pattern.kind in ("add", "mul") and len(pattern.args) == len(e.args):
-            return self._unify_in_any_order(pattern.args, e.args, bound, binding)
-        return False
+            return parts[0] == others[0] and self._unify_in_any_order(parts[1], others[1], bound, binding)
+        if pattern.kind == "leaf":
+            return parts[0] is others[0] and self._unify_indices(pattern, e, bound, binding)
+        if pattern.kind not in BINDERS:
+            return self._unify(parts, others, bound, binding)
+        (inner, body), (variable, other) = self.algebra.open(pattern), self.algebra.open(e)
+        same = inner is variable and self._unify((body, *parts[2:]), (other, *others[2:]), bound, binding)
+        return same and not any(variable in value.free for value in binding.values())
 
-    def _unify_in_any_order(
-        self, patterns: tuple[Expr, ...], terms: tuple[Expr, ...], bound: frozenset[Expr], binding: dict[Expr, Expr]
-    ) -> bool:
-        """Terms or factors, each of which is one of the pattern's.
+    def _unify_in_any_order(self, patterns: tuple, terms: tuple, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
+        """Terms, factors or sides, each of which is one of the pattern's.
 
             where((ids >= 2) * (ids < 5), ids - 2, E) == e          holds for no token of expert e, whatever t and k are
         """
+        if len(patterns) != len(terms) or not patterns:
+            return len(patterns) == len(terms)
         for number, term in enumerate(terms):
             trial, others = dict(binding), terms[:number] + terms[number + 1 :]
             if self._unify(patterns[0], term, bound, trial) and self._unify_in_any_order(patterns[1:], others, bound, trial):
                 binding.update(trial)
                 return True
-        return not patterns
+        return False
 
     def _unify_indices(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
         """Indices of one tensor: a variable as long as the axis stands for whatever is read there."""

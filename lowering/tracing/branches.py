@@ -38,7 +38,7 @@ from torch._dynamo.variables.base import (
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import CellVariable, NullVariable
+from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
@@ -50,16 +50,12 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     HitIterator,
     Numbers,
     as_key,
-    contains,
-    holds_numbers_of_data,
-    iterator_over,
+    handled,
     known_number,
-    refuse_comparison,
-    refuse_search,
     total_of,
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
-from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
+from moeblaze_ops.lowering.tracing.questions import Questions, asked_by, holds_numbers_of_data
 from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, known_of_sizes, realized, says_more, world
 
 Variable = VariableTracker
@@ -107,7 +103,7 @@ class Branches:
         self.age = 0
         self.done: dict[str, None] = {}
         self.longer = LongerLists()
-        self.merged = MergedTensors()
+        self.questions = Questions(traces=self.traces)
         self._flows: dict[Any, ControlFlow] = {}
         self._births: dict[int, tuple[Any, int]] = {}
 
@@ -215,18 +211,8 @@ class Branches:
 
     def _inspect(self, tx: Any, instruction: Any) -> None:
         """Refuse an instruction that asks what only the data tell, and hand it what it may ask, on either side of a branch."""
-        if instruction.opname == "COMPARE_OP" and any(isinstance(realized(side), Numbers) for side in tx.stack[-2:]):
-            raise Declined("numbers that only the data tell are compared")
-        if instruction.opname in _COMPARES:
-            sides = [realized(side) for side in tx.stack[-2:]]
-            refuse_comparison(_COMPARES[instruction.opname], sides)
-            self.merged.refuse(_COMPARES[instruction.opname], sides)
-        if instruction.opname in _ATTRIBUTES:
-            _ATTRIBUTES[instruction.opname](self.merged, realized(tx.stack[-1]), instruction.argval)
-            if instruction.argval == "__contains__":
-                refuse_search(tx.stack[-1])
-        if instruction.opname == "CONTAINS_OP":
-            refuse_search(*tx.stack[:-3:-1])
+        if (asked := asked_by(tx, instruction)) is not None:
+            self.questions.refuse(*asked)
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
@@ -235,16 +221,12 @@ class Branches:
 
     def _do(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """Do an instruction that is no branch on data."""
-        if instruction.opname == "GET_ITER":
-            over = realized(tx.stack[-1])
-            if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
-                tx.stack[-1], tx.instruction_pointer = iterator, at + 1
-                return True
-        if instruction.opname == "CONTAINS_OP":
-            found = self.instead(contains, tx, *map(realized, tx.stack[:-3:-1]))
-            if found is not None:
-                tx.popn(2)
-                tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
+        if instruction.opname in ("GET_ITER", "CONTAINS_OP"):
+            function, args = asked_by(tx, instruction)
+            longer = self.longer.iterator_over(*args) if function is iter else None
+            if (found := longer or self.instead(handled, tx, function, args)) is not None:
+                tx.popn(len(args))
+                tx.push(found.call_method(tx, "logical_not", [], {}) if function is not iter and instruction.argval else found)
                 tx.instruction_pointer = at + 1
                 return True
         if instruction.opname == "STORE_SUBSCR" and isinstance(realized(tx.stack[-2]), TensorVariable):
@@ -257,9 +239,6 @@ class Branches:
         taken = [realized(variable) for variable in before[kept:]]
         if instruction.opname != "FOR_ITER" and not moves(tx, instruction):
             self.taken(taken)
-        if instruction.opname.startswith("CALL"):
-            called, *args = [variable for variable in taken if not isinstance(variable, NullVariable)] or [None]
-            self.merged.refuse(getattr(called, "fn", getattr(called, "_fn", None)), args)
         self.longer.refuse(tx, instruction, taken)
         return goes_on
 
@@ -411,7 +390,7 @@ class Branches:
                 self.decline(branch, "a list would have another length")
             for one, other in zip(branch.skipped[found], found.items, strict=True):
                 compare("what a list holds", one, other)
-        self.merged.add(with_ for _, with_ in pairs)
+        self.questions.add(with_ for _, with_ in pairs)
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
@@ -440,12 +419,6 @@ class Branches:
         return parts
 
 
-_ATTRIBUTES = {
-    "LOAD_ATTR": MergedTensors.refuse_history,
-    "LOAD_METHOD": MergedTensors.refuse_history,
-    "STORE_ATTR": MergedTensors.refuse_own,
-}
-_COMPARES = {"COMPARE_OP": operator.eq, "IS_OP": operator.is_}
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 
 

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.variables import (
-    BaseListVariable,
     BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
@@ -26,7 +25,6 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.iter import IteratorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -290,8 +288,9 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
         raise Declined("a set is made of numbers that only the data tell; ids.unique() gives those of experts")
+    if function is iter and len(args) == 1:
+        return iterator_over(tx, *args)
     if function is operator.contains:
-        refuse_search(*args)
         return contains(tx, *args)
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
@@ -318,64 +317,7 @@ def as_key(variable: VariableTracker) -> VariableTracker:
     return variable if number is None else ConstantVariable.create(number)
 
 
-_MAKE_TEXT = (str, repr, ascii, format, str.format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
-_COMPARE = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-
-
-def _of_data(variable: VariableTracker, kinds: type | tuple[type, ...] = (torch.SymBool, torch.SymInt, torch.SymFloat)) -> bool:
-    known = not isinstance(variable, SymNodeVariable) or not isinstance(variable.sym_num, kinds)
-    return not known and bool(free_unbacked_symbols(variable.sym_num))
-
-
-def refuse_comparison(function: Any, args: list[VariableTracker]) -> None:
-    """Give the attempt up where Dynamo would take numbers that only the data tell, of which it has no values, for different ones.
-
-        mask.any().item() is True, mask.any().item() == 1       given up
-        used[1] is 2                                            of an input, ``used = [0, 2]``, whose numbers are not fixed: too
-        mask.sum().item() is not None                           no number is
-    """
-    if function in (operator.is_, operator.is_not):
-        others = [arg for arg in args if not isinstance(arg, SymNodeVariable)]
-        with_none = bool(others) and isinstance(others[0], ConstantVariable) and others[0].value is None
-        is_misread = len(others) < len(args) and not with_none
-    else:
-        is_misread = function in _COMPARE and any(_of_data(arg, torch.SymBool) for arg in args)
-    if is_misread:
-        raise Declined("what only the data tell is compared by `is`, or a flag as a number; ask `if flag:`")
-
-
-def refuse_search(searched: VariableTracker, number: VariableTracker | None = None) -> None:
-    """Give the attempt up where Dynamo would not find a number, as it takes numbers that it has no values of for different ones.
-
-        2 in used, (0, 2) in enumerate(used)        of an input, ``used = [0, 2]``, whose numbers are not fixed
-        used.index(2), any(e == 2 for e in used)    compare one by one, and are read well
-    """
-    if (number is None or number.is_python_constant()) and _holds_numbers(searched):
-        raise Declined("a number that is not known is looked for")
-
-
-def _holds_numbers(variable: VariableTracker) -> bool:
-    variable = realized(variable)
-    if isinstance(variable, BaseListVariable | IteratorVariable):
-        parts = getattr(variable, "items", None) or vars(variable).values()
-        return any(isinstance(part, VariableTracker) and _holds_numbers(part) for part in parts)
-    return isinstance(variable, SymNodeVariable)
-
-
-def holds_numbers_of_data(variable: VariableTracker) -> bool:
-    """Whether a value is a number that only the data tell, or a list or a tuple with one: Dynamo knows no text of it."""
-    if isinstance(variable, BaseListVariable):
-        return any(map(holds_numbers_of_data, variable.items))
-    return _of_data(variable)
-
-
-def refuse_text(function: Any, asked: list[VariableTracker], *, traces: bool) -> None:
-    """Give the attempt up where a text is made of a number that only the data tell; while branches are traced, of any tensor."""
-    if function not in _MAKE_TEXT:
-        return
-    if any(map(holds_numbers_of_data, asked)) or (traces and not all(arg.is_python_constant() for arg in asked)):
-        raise Declined(f"{function.__name__} asks what only the data tell")
 
 
 def refuse(function: Any, args: list[VariableTracker]) -> None:
@@ -389,7 +331,6 @@ def refuse(function: Any, args: list[VariableTracker]) -> None:
             counts.length(None)
     if asked:
         raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
-    refuse_comparison(function, args)
 
 
 def handled_method(tx: Any, x: VariableTracker, name: str, args: list[VariableTracker]) -> VariableTracker | None:

@@ -12,8 +12,8 @@ from typing import Any
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.patches import Replacement
 from moeblaze_ops.lowering.torch_internals.frames import dynamo_config
+from moeblaze_ops.lowering.tracing import calls
 from moeblaze_ops.lowering.tracing.branches import Branches
-from moeblaze_ops.lowering.tracing.calls import replaced_calls
 
 _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
 
@@ -35,28 +35,28 @@ def tracing(branches: Branches) -> Iterator[None]:
         _current.reset(token)
 
 
-def _before(notice: Callable[..., None]) -> Replacement:
-    """Calls ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
+def _instead(do: Callable[..., Any]) -> Replacement:
+    """Calls ``do(branches, method, self, ...)`` in the place of a method, while an attempt is made."""
 
     def replacement(original: Callable) -> Callable:
         @functools.wraps(original)
         def method(self, *args, **kwargs):
-            if (branches := _current.get()) is not None:
-                notice(branches, self, *args, **kwargs)
-            return original(self, *args, **kwargs)
+            branches = _current.get()
+            return original(self, *args, **kwargs) if branches is None else do(branches, original, self, *args, **kwargs)
 
         return method
 
     return replacement
 
 
-def _watched_step(step: Callable) -> Callable:
-    @functools.wraps(step)
-    def watched_step(self):
-        branches = _current.get()
-        return step(self) if branches is None else branches.step(self, step)
+def _before(notice: Callable[..., None]) -> Replacement:
+    """Calls ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
 
-    return watched_step
+    def do(branches: Branches, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        notice(branches, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return _instead(do)
 
 
 def install() -> None:
@@ -64,14 +64,16 @@ def install() -> None:
     patches.install(
         "attempts",
         {
-            "InstructionTranslatorBase.step": _watched_step,
+            "InstructionTranslatorBase.step": _instead(lambda branches, step, tx: branches.step(tx, step)),
             "VariableTracker.__init__": _before(lambda branches, variable, **given: branches.made(variable, **given)),
             "IteratorVariable.next_variable|tp_iternext_impl": _before(lambda branches, iterator, *_: branches.moved(iterator)),
             "SideEffects.mutation": _before(lambda branches, _, variable: branches.mutated(variable)),
             "ShapeEnv.allow_scalar_outputs": _before(lambda branches, *_: branches.takes_number()),
             "TensorVariable.get_python_hash|hash_impl": _before(
-                lambda branches, tensor, *_: branches.merged.refuse(hash, [tensor])
+                lambda branches, tensor, *_: branches.questions.refuse(hash, [tensor])
             ),
-            **replaced_calls(_current.get),
+            "BuiltinVariable.call_function": _instead(calls.function_of_python),
+            "InstructionTranslatorBase.call_function": _instead(calls.call),
+            "TensorVariable.call_method": _instead(calls.method_of_tensor),
         },
     )
