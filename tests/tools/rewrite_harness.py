@@ -1,5 +1,6 @@
 """Compile with the rewrite and without Inductor: numbers against eager, and the rewritten graph."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,15 +28,19 @@ class Rewriting:
 
     A graph runs as the rewrite left it, or by AOTAutograd, which takes half of a test's time. That our ops can be traced is
     shown once for each op and spelling; where tensors alias or are written to, AOTAutograd could see what eager mode does not.
-    ``aot="once"``: of two spellings that became the same graph it traces the first.
+    ``aot="once"``: of two spellings that became the same graph it traces the first. ``before`` is shown a copy of each graph
+    before it is rewritten.
     """
 
     reports: list[RewriteReport] = field(default_factory=list)
     modules: list[fx.GraphModule] = field(default_factory=list)
     run: bool = True
     aot: bool | Literal["once"] = False
+    before: Callable[[fx.GraphModule], object] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        if self.before:
+            self.before(copy.deepcopy(gm))
         report = rewrite_graph(gm)
         self.reports.append(report)
         self.modules.append(gm)
@@ -97,10 +102,15 @@ def _name(node: fx.Node) -> str:
 
 
 def compiled(
-    fn: Callable, *, run: bool = True, dynamic: bool | None = None, aot: bool | Literal["once"] = False
+    fn: Callable,
+    *,
+    run: bool = True,
+    dynamic: bool | None = None,
+    aot: bool | Literal["once"] = False,
+    before: Callable[[fx.GraphModule], object] | None = None,
 ) -> tuple[Callable, Rewriting]:
     torch._dynamo.reset()
-    backend = Rewriting(run=run, aot=aot)
+    backend = Rewriting(run=run, aot=aot, before=before)
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), backend
 
 
@@ -142,12 +152,13 @@ def check_against_eager(
     tolerance: float | None = None,
     aot: bool = False,
     same_strides: bool = False,
+    before: Callable[[fx.GraphModule], object] | None = None,
 ) -> Rewriting:
     """Outputs, their strides if asked for, and the gradients of every input and parameter agree with eager.
 
     Returns what was rewritten.
     """
-    run, backend = compiled(module, dynamic=dynamic, aot=aot and "once")
+    run, backend = compiled(module, dynamic=dynamic, aot=aot and "once", before=before)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         actual = _train(module, run, args)
     expected = _train(module, module, args)

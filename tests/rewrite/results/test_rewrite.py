@@ -1,4 +1,7 @@
-"""Rewritten graphs compute what eager computes, outputs and all gradients, and nothing of the old spelling is left."""
+"""Rewritten graphs compute what eager computes, outputs and all gradients, and nothing of the old spelling is left.
+
+The match of each spelling states what its graph computes, and states something else once it is changed.
+"""
 
 import pytest
 import torch
@@ -6,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.corpus import changed_matches
 from tests.corpus.zoo import catalogue as zoo
 from tests.corpus.zoo.catalogue import stacked
 from tests.tools.rewrite_harness import assert_replaced, check_against_eager, compiled, rewrite_of
@@ -22,7 +26,9 @@ def _sequence_first() -> torch.Tensor:
 def test_separate_experts(fp64, combine):
     flat = combine is zoo.masked_stack_einsum  # that one is written for [T, D]
     x = torch.randn(zoo.D, 10).t() if flat else _sequence_first()
-    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), x, aot=True, same_strides=True))
+    with changed_matches.matches() as matches:
+        assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), x, aot=True, same_strides=True))
+    changed_matches.assert_changes_are_refused(*matches[0])
 
 
 # One row, one expert a token, or one token, for spellings that read their axes in different ways.
@@ -51,8 +57,10 @@ def test_biased_ungated_experts(fp64, combine):
 
 @pytest.mark.parametrize("name", _CASES)
 def test_stacked_experts(fp64, name):
-    backend = check_against_eager(stacked(name), _sequence_first(), aot=True, same_strides=True)
+    with changed_matches.matches() as matches:
+        backend = check_against_eager(stacked(name), _sequence_first(), aot=True, same_strides=True)
     assert_replaced(backend)
+    changed_matches.assert_changes_are_refused(*matches[0])
     assert not any(candidate.copied_bytes for candidate in backend.rewritten)
 
 
@@ -158,11 +166,11 @@ class _Block(nn.Module):
     ],
 )
 def test_layers_of_a_network(fp64, layer, checkpointed):
-    network = nn.Sequential(*(_Block(layer(), checkpointed) for _ in range(3)))
+    network = nn.Sequential(*(_Block(layer(), checkpointed) for _ in range(2)))
     backend = check_against_eager(network, torch.randn(2, 5, zoo.D), aot=True)
-    assert len(backend.rewritten) == 3 and not backend.reasons
-    assert [path.split(".")[1] for path in (c.module_path for c in backend.rewritten)] == ["0", "1", "2"]
-    assert backend.operators().count("linear") >= 3 * 4  # router, mix and shared experts stay
+    assert len(backend.rewritten) == 2 and not backend.reasons
+    assert [path.split(".")[1] for path in (c.module_path for c in backend.rewritten)] == ["0", "1"]
+    assert backend.operators().count("linear") >= 2 * 4  # router, mix and shared experts stay
 
 
 @pytest.mark.parametrize(
@@ -179,9 +187,9 @@ def test_layers_of_a_network(fp64, layer, checkpointed):
 )
 def test_layers_back_to_back(fp64, combine, shape):
     """The input of a layer is the very node that the layer before it ends in."""
-    network = nn.Sequential(*(zoo.ModuleListMoE(combine) for _ in range(3)))
+    network = nn.Sequential(*(zoo.ModuleListMoE(combine) for _ in range(2)))
     backend = check_against_eager(network, torch.randn(*shape, zoo.D))
-    assert len(backend.rewritten) == 3
+    assert len(backend.rewritten) == 2
     assert_replaced(backend)
 
 

@@ -89,9 +89,10 @@ def fp64():
 
 
 @pytest.mark.usefixtures("fp64")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("scores", [llama4, turned_last, softmax_of_chosen], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("scores", "shared", "dynamic"), [
+    (llama4, False, False), (llama4, True, True), (turned_last, False, True), (turned_last, True, False),
+    (softmax_of_chosen, False, True), (softmax_of_chosen, True, False),
+], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 def test_training(scores, shared, dynamic):
     layer = Layer(scores, shared=shared)
     rewriting = check_against_eager(layer, torch.randn(2, T // 2, D), dynamic=dynamic)

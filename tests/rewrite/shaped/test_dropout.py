@@ -96,11 +96,11 @@ def _results(layer, run, x):
     return [out.detach(), x.grad, *own]
 
 
-# Each spelling with each of the three sizes, and with dropout at each place.
+# Each spelling with two of the three sizes, and with dropout at two of the places.
 @pytest.mark.parametrize(("combine", "expert", "num_tokens", "top_k"), [
-    (combine, (behind, between, both)[(n + i) % 3], *sizes)
+    (combine, (behind, between, both)[(n + i) % 3], *((T, K), (1, K), (T, 1))[(2 * n + i) % 3])
     for n, combine in enumerate((loop, masked, by_mask, stacked))
-    for i, sizes in enumerate([(T, K), (1, K), (T, 1)])
+    for i in range(2)
 ], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_numbers_and_gradients(fp64, combine, expert, num_tokens, top_k):
     torch.manual_seed(0)

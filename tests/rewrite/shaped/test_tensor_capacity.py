@@ -89,10 +89,13 @@ def _check(layer, rewritten):
     assert found == rewritten
 
 
-@pytest.mark.parametrize(("factor", "least"), [(1.0, 4), (0.1, 3), (1.1, 4), (10.0, 4)])
-@pytest.mark.parametrize(
-    "capacity", [of_tensors, of_a_number, by_the_larger, is_changed, of_no_numbers], ids=lambda f: f.__name__
-)
+CAPACITIES = (of_tensors, of_a_number, by_the_larger, is_changed, of_no_numbers)
+NUMBERS = ((1.0, 4), (0.1, 3), (1.1, 4), (10.0, 4))
+# Each capacity with two of the factors.
+CASES = [(capacity, *NUMBERS[(n + i) % 4]) for n, capacity in enumerate(CAPACITIES) for i in range(2)]
+
+
+@pytest.mark.parametrize(("capacity", "factor", "least"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_capacity_of_numbers(capacity, factor, least):
     _check(Layer(capacity, factor, least), 1)
 

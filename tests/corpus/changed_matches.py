@@ -1,34 +1,30 @@
-"""What a match states is what its graph computes; a match that was changed states something else.
+"""Matches that state something else than their graph computes: a right match that was changed, and what is found of a twin
+where each proof of the matcher is switched off.
 
-The statement is made of the operands of a match alone. So it refuses wrong matches, whatever the proofs behind them say.
+A statement is made of the operands of a match alone. So it refuses wrong matches, whatever the proofs behind them say.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
-import pytest
-import torch
+from torch import fx
 
 from moeblaze_ops import config
+from moeblaze_ops.lowering.graph.functional_view import GraphView
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.rewrite import rewrite
 from moeblaze_ops.lowering.statement.certify import certified
-from tests.corpus import twins
-from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import rewrite_of
 
-pytestmark = pytest.mark.usefixtures("fp64")
-
-SPELLINGS = [function.__name__ for function in (*zoo.SEPARATE, *(entry[0] for entry in zoo.STACKED))]
 ACTIVATIONS = {"swiglu": "geglu", "geglu": "swiglu", "silu": "gelu", "gelu": "silu", "relu": "silu", "swiglu_clamped": "swiglu"}
 
 
-@pytest.fixture
-def matches(monkeypatch):
+@contextlib.contextmanager
+def matches() -> Iterator[list[tuple[GraphView, MoEMatch]]]:
     """The matches of what is rewritten, each with the view of the graph that it was found in."""
     found: list[tuple] = []
     original = rewrite._matches
@@ -38,13 +34,15 @@ def matches(monkeypatch):
         found.extend((views[match.root], match) for match in results if isinstance(match, MoEMatch))
         return results, views
 
-    monkeypatch.setattr(rewrite, "_matches", recorded)
-    return found
+    with mock.patch.object(rewrite, "_matches", recorded):
+        yield found
 
 
-def layer_of(name: str) -> torch.nn.Module:
-    separate = {function.__name__: function for function in zoo.SEPARATE}
-    return zoo.ModuleListMoE(separate[name]) if name in separate else zoo.stacked(name)
+def assert_changes_are_refused(view: GraphView, match: MoEMatch) -> None:
+    assert certified(view, match) is not None
+    mutants = list(_mutants(match, match.reading.formulas))
+    lived = [what for what, mutant in mutants if certified(view, mutant) is not None]
+    assert not lived and len(mutants) >= 6
 
 
 def _next(view: WeightView) -> WeightView:
@@ -89,37 +87,24 @@ def _mutants(match: MoEMatch, formulas) -> Iterator[tuple[str, MoEMatch]]:
         yield "another activation", replace(match, activation=other)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_statement_of_a_changed_match_is_another(name, matches):
-    rewrite_of(layer_of(name), torch.randn(10, zoo.D))
-    (view, match), *_ = matches
-    assert certified(view, match) is not None
-    mutants = list(_mutants(match, match.reading.formulas))
-    lived = [what for what, mutant in mutants if certified(view, mutant) is not None]
-    assert not lived and len(mutants) >= 6
-
-
-# What comes of these is right, and declined since it is worth nothing: a mixture of all experts.
-RIGHT = {"dense_cat", "dense_einsum"}
-
-
-@pytest.mark.parametrize("name", sorted(set(twins.TWINS) - twins.STILL_LAYERS - RIGHT))
-def test_statement_refuses_a_near_miss_without_any_proof(name, matches, monkeypatch):
-    """With each proof of the matcher switched off, what comes of a twin is not certified."""
-    monkeypatch.setattr(config, "strict", False)  # without proofs a producer may raise
-    _without_proofs(monkeypatch)
-    with contextlib.suppress(Exception):
-        rewrite_of(twins.build(name), torch.randn(10, zoo.D))
+def certified_without_proofs(gm: fx.GraphModule) -> list[str]:
+    """The spellings of what is found in a graph and certified, where whatever is to be proven holds."""
+    with without_proofs(), matches() as found, contextlib.suppress(Exception):
+        rewrite.rewrite_graph(gm)
     # The first expert alone is a layer, which is declined since it is worth nothing.
-    assert [match.spelling for view, match in matches if match.E > 1 and certified(view, match) is not None] == []
+    return [match.spelling for view, match in found if match.E > 1 and certified(view, match) is not None]
 
 
-def proven(condition: object, *_: object, **__: object) -> None:
+@contextlib.contextmanager
+def without_proofs() -> Iterator[None]:
+    """A context in which whatever the matcher proves holds; then a producer may raise."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(config, "strict", False))
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("moeblaze_ops.lowering.match") and hasattr(module, "prove"):
+                stack.enter_context(mock.patch.object(module, "prove", _proven))
+        yield
+
+
+def _proven(condition: object, *_: object, **__: object) -> None:
     """In the place of ``prove``: whatever the condition, it holds."""
-
-
-def _without_proofs(monkeypatch) -> None:
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", "")
-        if name.startswith("moeblaze_ops.lowering.match") and hasattr(module, "prove"):
-            monkeypatch.setattr(module, "prove", proven)
