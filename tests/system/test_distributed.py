@@ -139,12 +139,12 @@ def check_microbatches(compiled: bool, x: torch.Tensor) -> None:
         run = torch.compile(replica, backend="moeblaze") if compiled else replica
         for last, scale in ((False, 1.0), (False, 2.0), (True, 3.0)):
             with nullcontext() if last else replica.no_sync():
-                run(scale * x).square().sum().backward()
+                run(scale * x.double()).square().sum().backward()
         return [p.grad for p in layer.parameters()]
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = moeblaze_ops.MoE(D=zoo.D, F=zoo.FF, E=zoo.E, K=zoo.K)
+    layer = moeblaze_ops.MoE(D=zoo.D, F=zoo.FF, E=zoo.E, K=zoo.K).double()
     wanted = gradients_of(copy.deepcopy(layer), False)
     for p in (layer.w_up, layer.w_down):
         moeblaze_ops.accumulate_grad(p)
