@@ -1,10 +1,11 @@
 """Functions of rows whose bits of one row depend neither on how many rows there are, nor on where the row stands.
 
-Matrix libraries choose kernels by the number of rows, and these add in different orders; ATen's vectorized functions have another
-formula for what is left over at the end of a tensor, or of a thread's part of it. So with ``config.batch_invariant`` rows are
-taken a fixed number at a time, in buffers of their own that are filled up with zeros:
+Matrix libraries choose kernels by the number of rows, and these add in different orders; where rows are no whole vectors, some
+add the rows of one product in different orders. ATen's vectorized functions have another formula for what is left over at the
+end of a tensor, or of a thread's part of it. So with ``config.batch_invariant`` rows are taken a fixed number at a time, in
+buffers of their own that are filled up with zeros:
 
-    product_of_rows(rows, matrix)                        rows @ matrix, 64 rows at a time
+    product_of_rows(rows, matrix)                        rows @ matrix, 64 rows at a time, 16 n columns wide
     in_pieces(activate, [a_NF], [h_NGF], "swiglu")       activate(a, h, "swiglu") of so few rows that one thread has them
 """
 
@@ -18,6 +19,8 @@ from moeblaze_ops.kernels.settings import settings
 
 _ROWS = 64
 """Rows of a product: more than the libraries have kernels of their own for."""
+_COLUMNS = 16
+"""Columns of a product: the widest vector of numbers."""
 _ONE_THREAD = 1 << 15
 """Numbers from which on ATen may part a function among threads."""
 _VECTORS = 64
@@ -29,7 +32,7 @@ def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor, out_NY: Tensor | None = 
     if out_NY is None:
         out_NY = rows_NX.new_empty(rows_NX.shape[0], matrix_XY.shape[1])
     if settings().batch_invariant:
-        _pieces(lambda out, rows: torch.mm(rows, matrix_XY, out=out), [out_NY], [rows_NX], _ROWS)
+        _product_in_pieces(lambda out, _, *factors: torch.mm(*factors, out=out), out_NY, rows_NX, matrix_XY)
     else:
         torch.mm(rows_NX, matrix_XY, out=out_NY)
     return out_NY
@@ -37,14 +40,28 @@ def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor, out_NY: Tensor | None = 
 
 def add_product_of_rows(out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
     """``out += rows @ matrix``, as a library has it or in pieces."""
-    if not settings().batch_invariant:
+    if settings().batch_invariant:
+        _product_in_pieces(lambda out, before, *factors: torch.addmm(before, *factors, out=out), out_NY, rows_NX, matrix_XY)
+    else:
         out_NY.addmm_(rows_NX, matrix_XY)
-        return
 
-    def add(out: Tensor, before: Tensor, rows: Tensor) -> None:
-        torch.addmm(before, rows, matrix_XY, out=out)
 
-    _pieces(add, [out_NY], [out_NY, rows_NX], _ROWS)
+def _product_in_pieces(function: Callable[..., Any], out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
+    """``function(out, before, rows, matrix)``, which fills rows of the result from those before and a product."""
+    wide_NY, wide_XY = _filled(out_NY), _filled(_filled(matrix_XY).t()).t()
+
+    def fill(out: Tensor, before: Tensor, rows: Tensor) -> None:
+        function(out, before, rows, wide_XY)
+
+    _pieces(fill, [wide_NY], [wide_NY, _filled(rows_NX)], _ROWS)
+    if wide_NY is not out_NY:
+        out_NY.copy_(wide_NY[:, : out_NY.shape[1]])
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Rows with zeros behind, up to whole vectors."""
+    missing = -rows.shape[1] % _COLUMNS
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def in_pieces(
