@@ -269,7 +269,7 @@ def test_sums_in_fp32_of_products_in_bf16_are_not_rounded(accumulate, calls):
         accumulate(p)
     x = tokens(1).detach().bfloat16()
     torch.compile(layer, backend="moeblaze")(x).float().square().sum().backward()
-    assert calls[2:] == ADDED, "the first two are traced"
+    assert calls[-2:] == ADDED, "those before them are traced, where no cache has the graph"
     exact = Operator(as_they_are)
     exact(x.float()).square().sum().backward()
     for p, want in zip(layer.experts, exact.experts, strict=True):
