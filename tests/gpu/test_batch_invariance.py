@@ -144,7 +144,8 @@ def test_another_order_for_few_tokens_is_caught(monkeypatch):
         y_ND.copy_(first + second)
 
     monkeypatch.setattr(ops, "down_rows", in_halves)
-    assert count(SIZES["ungated"], torch.bfloat16, "eager", 20) > 0
+    # Sizes of its own: where a launch of other tests is known, it is repeated, and nobody calls what launches it.
+    assert count(Sizes(256, 512, 14, 4, "silu"), torch.bfloat16, "eager", 20) > 0
 
 
 def test_weight_gradients_are_the_same_in_every_run():
