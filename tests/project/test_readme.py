@@ -125,6 +125,7 @@ def test_where_we_lose_is_the_committed_data():
         "{} ms against {}".format(*duel(sides, ("all_reduce+compile",), ("shard_experts",), "step_ms", 1)),
         *(f" at {ratio:.2f} " for ratio in pages),
         f"{beside[0] / beside[1]:.1f} times the memory beside the weights",
+        f'`ep_implementation="moeblaze"` in its layout takes {sides["moeblaze@tp+compile",]["step_ms"]:.1f}',
     ]
     text = (ROOT / "docs" / "which_one_when.md").read_text()
     assert not [claim for claim in claims if claim not in text]
