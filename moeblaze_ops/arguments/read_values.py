@@ -50,7 +50,7 @@ def _read(value: Any, names: frozenset[str], seen: _Seen, depth: int, called: bo
         yield repr(value)
     elif isinstance(value, Tensor):
         yield f"tensor {id(value)}, written to {0 if value.is_inference() else value._version} times"
-    elif hasattr(value, "tobytes"):  # of NumPy
+    elif hasattr(type(value), "tobytes"):  # of NumPy
         yield f"array {value.tobytes()!r}"
     else:
         code = _code_of(value) if called else None

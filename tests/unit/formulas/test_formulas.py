@@ -28,6 +28,11 @@ def test_random_formulas_agree_with_autograd(first):
     assert sum(check(seed) is not None for seed in range(first, first + 20)) > 10
 
 
+def test_a_function_may_call_operators_by_name():
+    """Whatever is asked of ``torch.ops`` is there."""
+    assert trace_activation(lambda g, u: torch.ops.aten.silu(g) * u) == "swiglu"
+
+
 @pytest.mark.parametrize("text", [*NAMED.values(), *map(trace_activation, activations.ALL.values())])
 def test_text_of_a_formula_is_read_as_itself(text):
     formula = formula_of(text)
