@@ -130,7 +130,8 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
 def _ask_for_number(top_k: Size, found: Iterable[Expr]) -> NoReturn:
     """Raise for the number that K has in ids, if it may be one."""
     leaves = (leaf.args[0] for ids in found for leaf in subexpressions(ids, lambda e: e.kind == "leaf"))
-    sizes = ((value.node.graph, size) for value in leaves for tensor in tree_leaves(fake_of(value.node)) for size in tensor.shape)
+    made = ((value.node.graph, fake) for value in leaves for fake in tree_leaves(fake_of(value.node)))
+    sizes = ((graph, size) for graph, fake in made for size in getattr(fake, "shape", ()))
     graph, size = next(((graph, size) for graph, size in sizes if size_of(size) == top_k), (None, None))
     symbolic = "a symbolic number of experts per token"
     prove(graph is not None and may_be_specialized((size,), graph), Reason.SLOT_WEIGHTS, symbolic)

@@ -32,9 +32,10 @@ def may_be_specialized(sizes: Iterable[int | torch.SymInt], graph: fx.Graph) -> 
 
 
 def specialize(sizes: Iterable[int | torch.SymInt]) -> None:
-    """Guard sizes."""
+    """Guard what sizes are made of: a guard on ``s0 // 2`` alone would leave it a symbol."""
     for size in sizes:
-        guard_int(size)
+        for symbol in _symbols((size,)):
+            guard_int(size.node.shape_env.create_symintnode(symbol, hint=None))
 
 
 def _symbols(sizes: Iterable[int | torch.SymInt]) -> set:
