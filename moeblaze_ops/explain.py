@@ -134,7 +134,7 @@ def direct_layers(records: list, switch: types.ModuleType) -> int:
     """Layers that call the operators themselves, of the graphs that were kept, however often they were compiled."""
     graphs = [record for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
     layers = {
-        (place.module, path, number)
+        (place.model, place.name_of(path), number)
         for record in graphs
         for path, count in Counter(record.report.direct).items()
         for place in record.places

@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusa
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
-from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicWeight
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
@@ -190,7 +190,7 @@ class Matcher:
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
             return self.match(root, onto_base=onto_base)
-        except SymbolicWeight:
+        except SymbolicSizes:
             raise
         except Exception as error:
             return Decline(root, root, Reason.INTERNAL, tolerate(error))

@@ -15,6 +15,7 @@ from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, 
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals.callers import places
+from moeblaze_ops.lowering.torch_internals.frames import is_of_host
 from moeblaze_ops.ops.register import NAMESPACE
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
@@ -28,7 +29,7 @@ def unproven(gm: fx.GraphModule) -> str | None:
 
 def has_numbers(gm: fx.GraphModule) -> bool:
     """Whether numbers of a tensor's elements are in a graph, or what tracing made of them."""
-    return any(target_name(node) in _OF_NUMBERS for node in all_nodes(gm))
+    return any(target_name(node) in _OF_NUMBERS and not is_of_host(node) for node in all_nodes(gm))
 
 
 _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "shared_with_host"))
@@ -84,7 +85,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]
 
     nodes = all_nodes(gm)
     dependent = {node for node in nodes if depends_on_data(node) or (most_true(node) is not None and target_name(node) != "item")}
-    dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
+    dependent |= {node for node in nodes if numbers and target_name(node) == "item" and not is_of_host(node)}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return [node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE]
 

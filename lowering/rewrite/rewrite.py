@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
-from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicWeight, specialize
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, specialize
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
@@ -180,15 +180,15 @@ def _is_direct_layer(node: fx.Node) -> bool:
 
 
 def _looked_through(graph: fx.Graph) -> tuple[GraphView, dict, tuple]:
-    """A view of the graph, sizes that only the data tell, and the matches; sizes of a layer's weights are guarded on the way."""
+    """A view of the graph, sizes that only the data tell, and the matches; a layer's widths and K are guarded on the way."""
     while True:
         view = view_of(graph)
         sizes = known_sizes(view)
         try:
             with settling(sizes):
                 return view, sizes, _matches(view_of(graph) if sizes else view)
-        except SymbolicWeight as weight:
-            specialize(weight.node)
+        except SymbolicSizes as symbolic:
+            specialize(symbolic.sizes)
 
 
 def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:

@@ -20,10 +20,10 @@ def running_module() -> nn.Module | None:
     return next(_modules_on_stack(), None)
 
 
-def name_among_callers(module: nn.Module) -> str:
-    """The name of a module in the outermost one that calls it; without a name if that is itself."""
-    names = (_name_in(outer, module) for outer in reversed([*_modules_on_stack()]))
-    return next((name for name in names if name is not None), "")
+def name_among_callers(module: nn.Module) -> tuple[nn.Module, str]:
+    """The outermost module that calls a module, and its name in it; without a name if that is itself."""
+    names = ((outer, _name_in(outer, module)) for outer in reversed([*_modules_on_stack()]))
+    return next(((outer, name) for outer, name in names if name is not None), (module, ""))
 
 
 def _modules_on_stack() -> Iterator[nn.Module]:

@@ -141,6 +141,16 @@ def is_of_module(placeholder: fx.Node) -> bool:
     return source is not None and (source.guard_source.is_unspecialized_nn_module() or source.guard_source.is_fsdp_module())
 
 
+def is_of_host(node: fx.Node) -> bool:
+    """True if ``node`` reads a number that the program has on the host, which Dynamo hands to the graph as a tensor.
+
+        self.temperature that changes from call to call      but not      scores.max().item()
+    """
+    source = node.args[0] if node.args else None
+    argument = source.meta.get("grapharg") if isinstance(source, fx.Node) else None
+    return getattr(argument, "pass_arg_as_tensor", False)
+
+
 def _in_place_of(original: Callable, backend: Callable) -> Callable:
     """``backend`` as something that Dynamo takes for ``original``: with its name, and attributes that name the backend inside."""
     if backend is not original:

@@ -24,7 +24,7 @@ from torch._dynamo.variables import (
     UserMethodVariable,
 )
 
-from moeblaze_ops.arguments.read_values import OF_TENSORS, may_call, names_in, values_of, values_read_by
+from moeblaze_ops.arguments.read_values import OF_TENSORS, globals_read_by, may_call, names_in, values_read_by
 from moeblaze_ops.lowering.tracing.same_state import Variable, realized
 
 __all__ = ["comptime", "function_in"]
@@ -87,7 +87,7 @@ class _Reader:
         code, found = variable.get_code(), variable.f_globals
         names |= names_in(code)
         self.names |= names
-        self._guard(GlobalStateSource(), lambda _: values_of(found, names), None)
+        self._guard(GlobalStateSource(), lambda _: globals_read_by(code, found, names), None)
         cells = [self.output.side_effects.load_cell(cell) for cell in variable.closure.items] if variable.closure else []
         if variable in map(realized, cells):
             raise _Unknown

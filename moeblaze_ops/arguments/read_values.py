@@ -39,10 +39,11 @@ def values_read_by(function: Any, names: frozenset[str] = frozenset(), *, called
     return tuple(_read(function, names, {}, _DEPTH, called))
 
 
-def values_of(found: dict[str, Any], names: frozenset[str]) -> tuple[str | CodeType, ...]:
-    """What code with these names may read now of what is ``found`` by name."""
+def globals_read_by(code: CodeType, found: dict[str, Any], names: frozenset[str]) -> tuple[str | CodeType, ...]:
+    """What code may read now of the globals ``found``; ``names`` are its own, and those in what holds it."""
     seen: _Seen = {}
-    return tuple(each for held, called in _by_name(found, names) for each in _read(held, names, seen, _DEPTH, called))
+    held_by_code = _by_name(found, names & _globals_in(code))
+    return tuple(each for held, called in held_by_code for each in _read(held, names, seen, _DEPTH, called))
 
 
 def _read(value: Any, names: frozenset[str], seen: _Seen, depth: int, called: bool = True) -> Iterator[str | CodeType]:
@@ -50,7 +51,7 @@ def _read(value: Any, names: frozenset[str], seen: _Seen, depth: int, called: bo
         yield repr(value)
     elif isinstance(value, Tensor):
         yield f"tensor {id(value)}, written to {0 if value.is_inference() else value._version} times"
-    elif hasattr(value, "tobytes"):  # of NumPy
+    elif hasattr(type(value), "tobytes"):  # of NumPy
         yield f"array {value.tobytes()!r}"
     else:
         code = _code_of(value) if called else None
@@ -75,7 +76,7 @@ def _held_by(value: Any, names: frozenset[str]) -> Iterable[tuple[Any, bool]]:
             closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             cells = [(cell.cell_contents, may_call(name, names)) for name, cell in closed if cell != CellType()]
             return (*cells, *_all(value.__defaults__ or ()), *_all((value.__kwdefaults__ or {}).values()),
-                    *_by_name(value.__globals__, names), *_by_name(vars(value), names))  # fmt: skip
+                    *_by_name(value.__globals__, names & _globals_in(value.__code__)), *_by_name(vars(value), names))  # fmt: skip
         case MethodType():
             return ((value.__func__, True), (value.__self__, False))
         case functools.partial():
@@ -143,11 +144,21 @@ def names_in(code: CodeType) -> frozenset[str]:
 
     A name that is more than taken an attribute of stands there as a call, too: ``self.act(h)`` gives self, act and act().
     """
-    loads = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_") and isinstance(each.argval, str)]
+    return _names_loaded(code, "LOAD_")
+
+
+@functools.cache
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """Those of the names that may be of globals; no attribute is: ``self.act(h)`` says nothing of a function ``act``."""
+    return _names_loaded(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST"))
+
+
+def _names_loaded(code: CodeType, by: str | tuple[str, ...]) -> frozenset[str]:
+    loads = [each for each in dis.get_instructions(code) if each.opname.startswith(by) and isinstance(each.argval, str)]
     follows = {each.offset: after for each, after in pairwise(dis.get_instructions(code))}
     whole = (f"{each.argval}()" for each in loads if follows[each.offset].opname not in ("LOAD_ATTR", "LOAD_METHOD"))
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(each.argval for each in loads).union(whole, *map(names_in, inner))
+    inner = (_names_loaded(const, by) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(each.argval for each in loads).union(whole, *inner)
 
 
 def _is_of_torch(value: Any) -> bool:

@@ -16,18 +16,19 @@ from moeblaze_ops.lowering.torch_internals import callers, frames
 
 @dataclass(frozen=True)
 class Place:
-    """Of what a graph is a part: the class of the module whose function it is of, its name in the model, its id."""
+    """Of what a graph is a part: the class of the module whose function it is of, its name in the model, the model's id."""
 
     kind: str
     inside: str
-    module: int
+    model: int
 
     @classmethod
     def of(cls, module: nn.Module | None) -> "Place":
         """That of a graph of a function of ``module``, which is being compiled or runs."""
         if module is None:
             return cls("", "", 0)
-        return cls(type(module).__name__, module_name(callers.name_among_callers(module)), id(module))
+        model, name = callers.name_among_callers(module)
+        return cls(type(module).__name__, module_name(name), id(getattr(model, "_orig_mod", model)))
 
     def name_of(self, module_path: str) -> str:
         """The name of a module that Dynamo calls ``module_path``, in the model; that of the class for the model itself."""

@@ -13,7 +13,7 @@ from moeblaze_ops.explanation import Explanation
 def report() -> Explanation:
     """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
 
-    A layer is listed once, however often it was compiled, and once for each mode where there are several (training, evaluation).
+    A layer is listed once, as it was compiled last, and once for each mode where there are several (training, evaluation).
     Where blocks of equal code share a graph, so are the layers of each that it has run for. Names are those in the outermost
     module that calls. The logger ``moeblaze_ops`` says the same while it happens, at info level: ``TORCH_LOGS="moeblaze"``.
     """
@@ -28,8 +28,10 @@ def report() -> Explanation:
         (_, record), *_ = alike = list(outcomes)
         for place, (entry, _) in product(record.places, alike):
             candidate = candidate_of(entry, record, place.name_of(entry.module_path), record.mode)
-            sizes = entry.K, entry.E, entry.D, entry.F  # a function may be called with other weights
-            listed[place.module, sizes, candidate] = candidate
+            zeros = tuple(".".join(filter(None, (place.inside, name))) for name in candidate.zeros)
+            candidate = replace(candidate, zeros=zeros)
+            sizes = () if place.kind else (entry.K, entry.E, entry.D, entry.F)  # a function may be called with other weights
+            listed[place.model, sizes, candidate.where, candidate.mode, candidate.reason] = candidate
     candidates = list(listed.values())
     if len({candidate.mode for candidate in candidates}) == 1:
         candidates = [replace(candidate, mode="") for candidate in candidates]

@@ -12,6 +12,7 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:9 --ranks 4 --rows 2 --compiler inductor   # experts over two, twice
     python tests/distributed/rank_programs.py --seeds 0:9 --ranks 2 --alike --compiler inductor    # as many tokens on all ranks
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --called         # every other layer calls moe_over_ranks
+    python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --cut            # the graph breaks right behind layers
     python tests/distributed/rank_programs.py --show 7
 
 Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor
@@ -98,7 +99,7 @@ class Way(NamedTuple):
     ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
     program that takes twice as long ends its process. ``called``: every other layer calls the function that other libraries do.
     ``rows``: so many groups of ranks store all experts each. ``turned``: their ranks do not stand behind one another. ``alike``:
-    all ranks have as many tokens as the first.
+    all ranks have as many tokens as the first. ``cut``: graphs break between layers and what reads their results.
     """
 
     compiler: str | None = None
@@ -112,6 +113,7 @@ class Way(NamedTuple):
     rows: int = 1
     turned: bool = False
     alike: bool = False
+    cut: bool = False
 
 
 _DEFAULT = Way()
@@ -183,6 +185,24 @@ def draw(seed: int, ranks: int, compiler: str | None = None, called: bool = Fals
     dynamic = r.choice([None, True])
     layers[::2] = ["called"] * len(layers[::2]) if called else layers[::2]
     return Program(layers, experts, top_k, lines, frozen, compiler or drawn, dynamic, settings, steps)
+
+
+def _with_cuts(program: Program, seed: int, ranks: int) -> Program:
+    """Graphs break, or the last rank's does, right behind layers: their results leave the graph and are added in the next.
+
+    Behind a layer that is called twice all of them do: weights that move come once for both calls of a graph.
+    """
+    r, lines = random.Random(seed), []
+    for line in program.lines:
+        name, call = line[0], line.partition(f"{line[0]} + ")[2]
+        if not call:
+            lines.append(line)
+            continue
+        cut = r.choices(["graph_break()", f"if self.rank == {ranks - 1}: graph_break()", "pass"], [3, 2, 1])[0]
+        is_called_twice = sum(call.partition(",")[0].partition("](")[0] in each for each in program.lines) > 1
+        cut = cut.rpartition(": ")[2] if is_called_twice else cut
+        lines += [f"result = {call}", cut, f"{name} = {name} + result"]
+    return replace(program, lines=lines)
 
 
 def _with_tokens_alike(program: Program) -> Program:
@@ -385,6 +405,7 @@ def check(seed: int, way: Way = _DEFAULT) -> Outcome:
     rank, ranks = mesh.get_local_rank(), mesh.size()
     program = draw(seed, ranks, way.compiler, way.called)
     program = _with_tokens_alike(program) if way.alike else program
+    program = _with_cuts(program, seed, ranks) if way.cut else program
     one, moved = _network(program, seed, rank), 0
     before = config.snapshot()
     for key, value in program.settings.items():
@@ -494,15 +515,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--called", action="store_true")
     parser.add_argument("--alike", action="store_true")
+    parser.add_argument("--cut", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
-        program = draw(arguments.show, arguments.ranks // arguments.rows, arguments.compiler, arguments.called)
+        ranks = arguments.ranks // arguments.rows
+        program = draw(arguments.show, ranks, arguments.compiler, arguments.called)
+        program = _with_cuts(program, arguments.show, ranks) if arguments.cut else program
         print(program, program.source, sep="\n\n")
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
-    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows, alike=arguments.alike)
+    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows)
+    way = way._replace(alike=arguments.alike, cut=arguments.cut)
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]

@@ -514,6 +514,34 @@ def test_report_tells_models_apart_that_share_a_graph(nothing_said):
     assert names_in(moeblaze_ops.report()) == ["block", "block"]
 
 
+def test_report_lists_a_layer_once_that_is_compiled_in_the_model_and_in_its_block(nothing_said):
+    """As where the model ends in eager mode at other sizes: its blocks are compiled one by one then."""
+    model = Blocks(Guarded, 2)
+    with rewriting_backend() as backend:
+        run = torch.compile(model, backend=backend)
+        run(torch.randn(6, 16))
+        whole = str(moeblaze_ops.report())
+        for block in model.layers:
+            block.compile(backend=backend)
+        model(torch.randn(6, 16))
+    assert str(moeblaze_ops.report()) == whole
+    assert whole.startswith("moeblaze: 2 of 2 MoE layers rewritten\n") and "layers.*.up.*.weight" in whole
+
+
+def test_report_lists_a_layer_once_that_changes(nothing_said):
+    """Its activation, and how many experts it has, as adapters that are switched on and off change what it becomes."""
+    model = Blocks(Dense, 2)
+    with rewriting_backend() as backend:
+        run = torch.compile(model, backend=backend)
+        for activation, number in ((F.silu, 4), (F.gelu, 3), (F.relu, 2)):
+            for layer in model.layers:
+                layer.up, layer.activation = layer.up[:number], activation
+                layer.router = nn.Linear(16, number, bias=False)
+            run(torch.randn(6, 16))
+    report = str(moeblaze_ops.report())
+    assert report.startswith("moeblaze: 2 of 2 MoE layers rewritten\n") and "expert_up(relu)" in report
+
+
 def test_report_counts_layers_that_call_the_operators(nothing_said):
     model, x = Blocks(lambda: moeblaze_ops.MoE(16, 24, 4, 2), 3), torch.randn(6, 16)
     explained = str(moeblaze_ops.explain(model, x))

@@ -1,13 +1,19 @@
 """The tensors of a layer that depend on tokens: its input, the experts' ids and the routing weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import NoReturn
+
+from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, by_number, joined
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, may_be_specialized
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 from moeblaze_ops.lowering.match.terms.routing_term import Routing
@@ -55,7 +61,8 @@ def _find(
     ``weights_of``: by the ids of each slot, or of any ``slot``; ``alike``: they are those of all experts.
     """
     top_k = len(weights_of) if slot is None else slot.args[1]
-    prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
+    if not isinstance(top_k, int):
+        _ask_for_number(top_k, weights_of)
     columns = tuple(map(algebra.const, range(top_k))) if slot is None else (slot,)
     for ids in _orders(list(weights_of)):
         if (found := finder.find_ids(ids, columns, top_k)) is not None:
@@ -118,6 +125,17 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
     bounds = [algebra.extent(routing.ids) for routing in routings]
     prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
     return found, of_slots
+
+
+def _ask_for_number(top_k: Size, found: Iterable[Expr]) -> NoReturn:
+    """Raise for the number that K has in ids, if it may be one."""
+    leaves = (leaf.args[0] for ids in found for leaf in subexpressions(ids, lambda e: e.kind == "leaf"))
+    made = ((value.node.graph, fake) for value in leaves for fake in tree_leaves(fake_of(value.node)))
+    sizes = ((graph, size) for graph, fake in made for size in getattr(fake, "shape", ()))
+    graph, size = next(((graph, size) for graph, size in sizes if size_of(size) == top_k), (None, None))
+    symbolic = "a symbolic number of experts per token"
+    prove(graph is not None and may_be_specialized((size,), graph), Reason.SLOT_WEIGHTS, symbolic)
+    raise SymbolicSizes((size,))
 
 
 def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:

@@ -1,9 +1,11 @@
-"""Sizes of weights that Dynamo takes for any, made numbers again: a layer has the widths that it has.
+"""Sizes of weights, and K, that Dynamo takes for any, made numbers again: a layer has the widths that it has.
 
-    def layer(x, w_up, w_down): ...     called with weights of other sizes in one process: symbols from the second ones on
+    def layer(x, w_up, w_down, top_k): ...     called with others of them in one process: symbols from the second ones on
 
-Each becomes a guard, so that other weights are compiled for themselves. The number of tokens stays a symbol.
+Each becomes a guard, so that others are compiled for themselves. The number of tokens stays a symbol.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -13,32 +15,31 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.torch_internals.frames import marked_dynamic
 
 
-class SymbolicWeight(Exception):
-    """A layer has all that it needs but numbers for the shape of the weight that ``node`` gives."""
+class SymbolicSizes(Exception):
+    """A layer has all that it needs but numbers for ``sizes``."""
 
-    def __init__(self, node: fx.Node):
-        super().__init__(node.name)
-        self.node = node
+    def __init__(self, sizes: Iterable[int | torch.SymInt]):
+        super().__init__()
+        self.sizes = tuple(sizes)
 
 
-def may_be_specialized(node: fx.Node) -> bool:
-    """True if a guard may say what the sizes of a tensor are.
+def may_be_specialized(sizes: Iterable[int | torch.SymInt], graph: fx.Graph) -> bool:
+    """True if a guard may say what sizes are.
 
-    w_up [s0, s1]       but not  torch._dynamo.mark_dynamic(w_up, 0), nor rows that the data count
+    those of w_up [s0, s1]       but not  torch._dynamo.mark_dynamic(w_up, 0), nor rows that the data count
     """
-    fake = fake_of(node)
-    return not free_unbacked_symbols(fake) and _symbols(fake).isdisjoint(_kept_dynamic(node.graph))
+    return not free_unbacked_symbols(sizes) and _symbols(sizes).isdisjoint(_kept_dynamic(graph))
 
 
-def specialize(node: fx.Node) -> None:
-    """Guard the sizes of a tensor."""
-    for size in fake_of(node).shape:
-        guard_int(size)
+def specialize(sizes: Iterable[int | torch.SymInt]) -> None:
+    """Guard what sizes are made of: a guard on ``s0 // 2`` alone would leave it a symbol."""
+    for size in sizes:
+        for symbol in _symbols((size,)):
+            guard_int(size.node.shape_env.create_symintnode(symbol, hint=None))
 
 
-def _symbols(fake: torch.Tensor) -> set:
-    sizes: list = [size for size in fake.shape if isinstance(size, torch.SymInt)]
-    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+def _symbols(sizes: Iterable[int | torch.SymInt]) -> set:
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 def _kept_dynamic(graph: fx.Graph) -> set:

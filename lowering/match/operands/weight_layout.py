@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicWeight, may_be_specialized
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, may_be_specialized
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 
 
@@ -140,8 +140,9 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     dtypes = (value.dtype, *casts)
     prove(not rounds_between(dtypes), Reason.DTYPE_PATH, "weights that are rounded on the way", value.node)
     if not all(isinstance(size, int) for size in value.shape):
-        prove(may_be_specialized(value.node), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
-        raise SymbolicWeight(value.node)
+        sizes = fake_of(value.node).shape
+        prove(may_be_specialized(sizes, value.node.graph), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
+        raise SymbolicSizes(sizes)
     strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
     position = algebra.linear(0, list(zip(strides, indices, strict=True)))
     if position.kind == "const":

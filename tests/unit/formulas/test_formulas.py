@@ -13,6 +13,7 @@ from torch import nn
 
 from moeblaze_ops import MoE, moe
 from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.arguments.read_values import values_read_by
 from moeblaze_ops.arguments.traced_activations import trace_activation
 from moeblaze_ops.kernels.formulas.expression import below
 from moeblaze_ops.kernels.formulas.named import NAMED, formula_of, is_gated, is_zero_at_zero
@@ -26,6 +27,11 @@ from tests.corpus.fuzz.activations import check
 def test_random_formulas_agree_with_autograd(first):
     """The fuzzer's own comparison: value and gradient in fp64, fp32 and bf16."""
     assert sum(check(seed) is not None for seed in range(first, first + 20)) > 10
+
+
+def test_a_function_may_call_operators_by_name():
+    """Whatever is asked of ``torch.ops`` is there."""
+    assert trace_activation(lambda g, u: torch.ops.aten.silu(g) * u) == "swiglu"
 
 
 @pytest.mark.parametrize("text", [*NAMED.values(), *map(trace_activation, activations.ALL.values())])
@@ -446,6 +452,16 @@ def test_a_number_that_traced_code_writes_is_that_of_now(write):
     compiled = torch.compile(lambda number: moe(*operands, activation=write(reader, number)), backend="eager")
     for number in (2.0, 0.5, 3.0):
         torch.testing.assert_close(compiled(number), moe(*operands, activation=f"silu(h) * {number}"))
+
+
+def test_an_attribute_is_no_global_of_its_name():
+    found = {"layer": types.SimpleNamespace(act=F.silu, factor=2.0), "act": 1.0, "factor": 1.0}
+    function = eval("lambda h: layer.act(h) * layer.factor", found)
+    before = values_read_by(function)
+    found |= {"act": 2.0, "factor": 3.0}
+    assert values_read_by(function) == before
+    found["layer"].factor = 3.0
+    assert values_read_by(function) != before
 
 
 def test_layers_of_one_class_have_their_own_numbers():
