@@ -420,6 +420,7 @@ def check(seed: int, way: Way = _DEFAULT) -> Outcome:
 
 
 def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) -> None:
+    faulthandler.enable()
     if way.caches is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = way.caches
     if way.compared and torch.__version__ >= (2, 13):  # of gloo, 2.11 compares no collective that a graph holds

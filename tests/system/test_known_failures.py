@@ -399,7 +399,7 @@ def test_unsloth_zoo_838_frozen_experts_are_not_copied():
 @reported("Megatron-Bridge#5768")
 @pytest.mark.parametrize("rank", [1, 3, 4])
 def test_megatron_bridge_5768_adapters_of_small_rank(rank):
-    """Adapters on experts are right, whether or not they are rewritten; one expert gets no token."""
+    """Adapters on experts are rewritten and right; one expert gets no token."""
 
     class Adapted(Loop):
         def __init__(self):
@@ -415,8 +415,10 @@ def test_megatron_bridge_5768_adapters_of_small_rank(rank):
     with torch.no_grad():
         model.router.weight[3] = -10.0
     torch._dynamo.reset()
-    with rewriting_backend() as backend:
+    with rewriting_backend() as backend, switch.recording() as records:
         out, dx, got = trained(model, x, lambda model: torch.compile(model, backend=backend))
+    (layer,) = rewritten_in(records)
+    assert f"rank {rank}" in layer.became
     plain_out, plain_dx, plain = trained(model, x)
     torch.testing.assert_close((out, dx), (plain_out, plain_dx))
     for name, gradient in plain.items():
