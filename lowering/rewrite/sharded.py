@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.ops.sharded import gathered_weights
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
-from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all
+from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all, moe_over_ranks
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
 
@@ -309,7 +309,7 @@ def _is_talk(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator) or _is_call(node, "redistribute") or target == "full_tensor":
         return True
     module = getattr(target, "__module__", None) or ""
-    ours = target in (most_tokens, start_gather_of_tokens, experts_over_ranks)
+    ours = target in (most_tokens, start_gather_of_tokens, experts_over_ranks, moe_over_ranks)
     return ours or getattr(target, "namespace", None) == "_c10d_functional" or module.startswith("torch.distributed")
 
 

@@ -11,7 +11,7 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 4 --hosts 2        # of two ranks each
     python tests/distributed/rank_programs.py --seeds 0:9 --ranks 4 --rows 2 --compiler inductor   # experts over two, twice
     python tests/distributed/rank_programs.py --seeds 0:9 --ranks 2 --alike --compiler inductor    # as many tokens on all ranks
-    python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --called         # every other layer calls moe_over_ranks
+    python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --registered     # every other layer is one of transformers
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --cut            # the graph breaks right behind layers
     python tests/distributed/rank_programs.py --show 7
 
@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import copy
 import faulthandler
+import functools
 import linecache
 import os
 import random
@@ -41,6 +42,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -50,7 +52,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
@@ -97,7 +98,7 @@ class Way(NamedTuple):
     """How ranks run programs.
 
     ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
-    program that takes twice as long ends its process. ``called``: every other layer calls the function that other libraries do.
+    program that takes twice as long ends its process. ``registered``: every other layer is an experts module of transformers.
     ``rows``: so many groups of ranks store all experts each. ``turned``: their ranks do not stand behind one another. ``alike``:
     all ranks have as many tokens as the first. ``cut``: graphs break between layers and what reads their results.
     """
@@ -109,7 +110,7 @@ class Way(NamedTuple):
     late: int | None = None
     caches: str | None = None
     hosts: int = 1
-    called: bool = False
+    registered: bool = False
     rows: int = 1
     turned: bool = False
     alike: bool = False
@@ -147,7 +148,7 @@ class Program:
         return "\n    ".join(["def forward(self, x, y):", *self.lines, "return x, y\n"])
 
 
-def draw(seed: int, ranks: int, compiler: str | None = None, called: bool = False) -> Program:
+def draw(seed: int, ranks: int, compiler: str | None = None, registered: bool = False) -> Program:
     r = random.Random(seed)
     layers = [r.choice(KINDS) for _ in range(r.choice([1, 1, 2, 2, 3, 4]))]
     top_k = r.choice([1, 2, 2])
@@ -183,7 +184,7 @@ def draw(seed: int, ranks: int, compiler: str | None = None, called: bool = Fals
     frozen = [number for number in range(len(layers)) if r.random() < 0.15]
     drawn = r.choices(["graphs", "aot_eager", "none"], [8, 1, 1])[0]
     dynamic = r.choice([None, True])
-    layers[::2] = ["called"] * len(layers[::2]) if called else layers[::2]
+    layers[::2] = ["registered"] * len(layers[::2]) if registered else layers[::2]
     return Program(layers, experts, top_k, lines, frozen, compiler or drawn, dynamic, settings, steps)
 
 
@@ -246,40 +247,51 @@ class Skipping(nn.Module):
         return out
 
 
-class Called(nn.Module):
-    """Calls the layer; once ``spread``, with the experts of this rank, as an expert parallelism of other libraries does."""
+@functools.cache
+def _registered_experts() -> type[nn.Module]:
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation(is_transposed=True, has_gate=False)
+    class Experts(nn.Module):
+        def __init__(self, config: SimpleNamespace, up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
+            super().__init__()
+            self.num_experts, self.act_fn = len(up_proj), nn.SiLU()
+            self.up_proj, self.down_proj = up_proj, down_proj
+
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            of_experts = [self.act_fn(x @ self.up_proj[e]) @ self.down_proj[e] for e in range(self.num_experts)]
+            return sum(rows * (weights * (ids == e)).sum(-1, keepdim=True) for e, rows in enumerate(of_experts))
+
+    return Experts
+
+
+class Registered(nn.Module):
+    """Experts that transformers can spread: once ``spread``, they run by its ``ep_implementation="moeblaze"``."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
         whole = zoo.stacked("stacked_loop", **sizes)
-        self.router, self.w1, self.w2, self.exchange = whole.router, whole.w1, whole.w2, None
+        config = SimpleNamespace(_experts_implementation="eager")
+        self.router, self.experts = whole.router, _registered_experts()(config, whole.w1, whole.w2)
 
-    def spread(self, mesh: DeviceMesh, top_k: int) -> None:
-        from moeblaze_ops.ops.sharded.exchange import choose_exchange
+    def spread(self, mesh: DeviceMesh) -> None:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        for name in ("w1", "w2"):
-            weight = getattr(self, name)
-            spread = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]), requires_grad=weight.requires_grad)
-            setattr(self, name, spread)
-        self.exchange = choose_exchange(mesh.get_group().group_name, top_k, False)
+        plan = {"experts.up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm", "experts": "ep_dispatch_experts"}
+        alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("others", "tp"))["tp"]
+        apply_expert_parallelism(self, mesh, alone, plan, "moeblaze")
 
     def forward(self, x: Tensor) -> Tensor:
-        from moeblaze_ops import moe
-        from moeblaze_ops.ops.sharded.exchange import moe_over_ranks
-
         weights, ids = self.router(x)
-        if self.exchange is None:
-            return moe(x, weights, ids, self.w1.transpose(1, 2), self.w2.transpose(1, 2), activation="silu")
-        w_up, w_down = self.w1.to_local().transpose(1, 2).unsqueeze(1), self.w2.to_local()
-        return moe_over_ranks(x, weights, ids, [w_up], [], [w_down], [], "silu", *self.exchange)
+        return self.experts(x, ids, weights)
 
 
 def _layer(kind: str, program: Program) -> nn.Module:
     sizes = {"E": program.experts, "K": program.top_k, "normalise": program.top_k > 1}
     if kind == "masked_sum":
         return zoo.ModuleListMoE(zoo.masked_sum, **sizes)
-    if kind == "called":
-        return Called(**sizes)
+    if kind == "registered":
+        return Registered(**sizes)
     return Cumulative(**sizes) if kind == "unknown" else Skipping(**sizes) if kind == "skipping" else zoo.stacked(kind, **sizes)
 
 
@@ -390,12 +402,12 @@ def _sharded(one: nn.Module, program: Program, mesh: DeviceMesh) -> nn.Module:
     from moeblaze_ops.distributed import shard_experts
 
     network = copy.deepcopy(one)
-    called = {number: layer for number, layer in enumerate(network.layers) if isinstance(layer, Called)}
-    for number in called:
+    registered = {number: layer for number, layer in enumerate(network.layers) if isinstance(layer, Registered)}
+    for number in registered:
         network.layers[number] = nn.Identity()
     shard_experts(network, mesh)
-    for number, layer in called.items():
-        layer.spread(mesh, program.top_k)
+    for number, layer in registered.items():
+        layer.spread(mesh)
         network.layers[number] = layer
     return network
 
@@ -403,7 +415,7 @@ def _sharded(one: nn.Module, program: Program, mesh: DeviceMesh) -> nn.Module:
 def check(seed: int, way: Way = _DEFAULT) -> Outcome:
     mesh = _axis(way)
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    program = draw(seed, ranks, way.compiler, way.called)
+    program = draw(seed, ranks, way.compiler, way.registered)
     program = _with_tokens_alike(program) if way.alike else program
     program = _with_cuts(program, seed, ranks) if way.cut else program
     one, moved = _network(program, seed, rank), 0
@@ -429,6 +441,7 @@ def check(seed: int, way: Way = _DEFAULT) -> Outcome:
 
 
 def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) -> None:
+    faulthandler.enable()
     if way.caches is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = way.caches
     if way.compared and torch.__version__ >= (2, 13):  # of gloo, 2.11 compares no collective that a graph holds
@@ -513,20 +526,20 @@ def main() -> None:
     parser.add_argument("--not-compared", action="store_true")
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--called", action="store_true")
+    parser.add_argument("--registered", action="store_true")
     parser.add_argument("--alike", action="store_true")
     parser.add_argument("--cut", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
         ranks = arguments.ranks // arguments.rows
-        program = draw(arguments.show, ranks, arguments.compiler, arguments.called)
+        program = draw(arguments.show, ranks, arguments.compiler, arguments.registered)
         program = _with_cuts(program, arguments.show, ranks) if arguments.cut else program
         print(program, program.source, sep="\n\n")
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
-    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows)
+    way = way._replace(hosts=arguments.hosts, registered=arguments.registered, rows=arguments.rows)
     way = way._replace(alike=arguments.alike, cut=arguments.cut)
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:

@@ -34,6 +34,16 @@ def experts_of(model: nn.Module) -> set[nn.Parameter]:
     return {p for p in model.parameters() if hasattr(p, "placements")}
 
 
+def check_clipping(model: nn.Module, gradients: list[torch.Tensor]) -> None:
+    """torch's own function takes no gradients of several meshes; ours has the norm of one process on every rank."""
+    from moeblaze_ops.distributed import clip_grad_norm_
+
+    with pytest.raises(RuntimeError, match="must have the same mesh"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), nn.utils.get_total_norm(gradients))
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0).item(), 0.5, atol=1e-5, rtol=0)
+
+
 def check_model(ep: int, compiled: bool, wrap: str = "") -> None:
     """Two microbatches, of which one reduces gradients. ``wrap``: blocks are checkpointed ``before`` sharding, or ``after``."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -86,6 +96,8 @@ def check_model(ep: int, compiled: bool, wrap: str = "") -> None:
         torch._dynamo.config.capture_dynamic_output_shape_ops = False
     harness.assert_close({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in got.items()}, wanted)
     assert list(model.state_dict()) == names
+    if not compiled and not wrap:
+        check_clipping(model, [value for name, value in wanted.items() if name not in ("output", "gradient of x")])
     became = [c.became for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None for c in r.report.rewritten]
     assert sum("experts_over_ranks" in text for text in became) == (2 if compiled else 0), records
 

@@ -44,10 +44,13 @@ def test_ranks_of_other_sizes_exchange_alike(seed):
 @pytest.mark.parametrize(
     ("ranks", "seeds", "way"),
     [
-        pytest.param(2, [0], Way(called=True), id="layers that call the function of expert parallelism"),
+        pytest.param(2, [0], Way(registered=True), id="experts of transformers' registry"),
+        pytest.param(2, [27], Way(registered=True), id="beside sharded ones, for tokens of their own"),
         pytest.param(4, [2], Way(hosts=2), id="two hosts"),
     ],
 )
 def test_other_ways(ranks, seeds, way):
+    if way.registered:
+        pytest.importorskip("transformers.distributed.expert_parallel")
     for outcomes in run_programs(seeds, ranks, way).values():
         assert [outcome.became for outcome in outcomes] == ["right"] * ranks

@@ -60,14 +60,21 @@ def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-def check(kind: str, folder: str, layout: dict[str, int], implementation: str = "moeblaze", prepare=lambda model: None) -> None:
+def check(
+    kind: str,
+    folder: str,
+    layout: dict[str, int],
+    implementation: str = "moeblaze",
+    prepare=lambda model: None,
+    prepare_both=lambda model: None,
+) -> None:
     """Two steps without an optimizer."""
     torch.set_default_dtype(torch.float32)
     from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
     load = functools.partial(from_pretrained, f"{folder}/{kind}", experts_implementation="eager")
     layout = DistributedConfig(**layout, ep_implementation=implementation)
     model, one = load(distributed_config=layout), load()
-    prepare(model)
+    prepare(model), prepare_both(model), prepare_both(one)
     batches = [tokens_of(batch) for batch in range(layout.fsdp_size)]
     own = batches[dist.get_rank() // layout.tp_size]
     for _ in range(2):
@@ -97,6 +104,22 @@ def check_compiled(folder: str, backend: str) -> None:
 
     check("qwen3_moe", folder, OF_TWO["own tokens"], prepare=compile_blocks)
     assert sum("moe_over_ranks" in graph for graph in graphs) == 1
+
+
+def check_as_others_fail(folder: str) -> None:
+    """Memory is NaN until it is written, layers are checkpointed, a loss keeps balance, and no token goes to the last rank."""
+
+    def prepare(model: torch.nn.Module) -> None:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda gate, args, results: (*results[:-1], results[-1] % 4))
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        check("qwen3_moe", folder, OF_TWO["own tokens"], prepare_both=prepare)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_all_to_all(folder: str) -> None:
@@ -167,6 +190,7 @@ def checks(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, functoo
     named = [(kind, name) for name in layouts for kind in MODELS]
     found = {f"{kind}, {name}": functools.partial(check, kind, folder, layouts[name]) for kind, name in named}
     if layouts is OF_TWO:
+        found["as others fail"] = functools.partial(check_as_others_fail, folder)
         found["all-to-all"] = functools.partial(check_all_to_all, folder)
         found["unknown experts"] = functools.partial(check_unknown_experts, folder)
         found["generate"] = functools.partial(check_generate, folder)

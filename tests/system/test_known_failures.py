@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config, moe
+from moeblaze_ops.distributed import clip_grad_norm_
 from tests.tools import sharded_layers
 from tests.tools.documents import ROOT
 from tests.tools.ranks import assert_passed, run_checks
@@ -397,7 +399,7 @@ def test_unsloth_zoo_838_frozen_experts_are_not_copied():
 @reported("Megatron-Bridge#5768")
 @pytest.mark.parametrize("rank", [1, 3, 4])
 def test_megatron_bridge_5768_adapters_of_small_rank(rank):
-    """Adapters on experts are right, whether or not they are rewritten; one expert gets no token."""
+    """Adapters on experts are rewritten and right; one expert gets no token."""
 
     class Adapted(Loop):
         def __init__(self):
@@ -413,8 +415,10 @@ def test_megatron_bridge_5768_adapters_of_small_rank(rank):
     with torch.no_grad():
         model.router.weight[3] = -10.0
     torch._dynamo.reset()
-    with rewriting_backend() as backend:
+    with rewriting_backend() as backend, switch.recording() as records:
         out, dx, got = trained(model, x, lambda model: torch.compile(model, backend=backend))
+    (layer,) = rewritten_in(records)
+    assert f"rank {rank}" in layer.became
     plain_out, plain_dx, plain = trained(model, x)
     torch.testing.assert_close((out, dx), (plain_out, plain_dx))
     for name, gradient in plain.items():
@@ -568,11 +572,59 @@ def check_optimizer_made_before() -> None:
     assert all(not torch.equal(p.full_tensor(), old) for p, old in zip(experts, before, strict=True))
 
 
+def gradients_of_both(model: nn.Module, one: nn.Module, x: torch.Tensor) -> None:
+    """Those of a sharded model for ``x`` on each rank, and of one process for what all ranks have."""
+    model(x).square().sum().backward()
+    dist.all_reduce(model.router.weight.grad)
+    for _ in range(dist.get_world_size()):
+        one(x).square().sum().backward()
+
+
+def check_norm() -> None:
+    """Each expert counts once in the norm, on all ranks, where those of one rank have all the tokens."""
+    model, x = Stacked(), torch.randn(T, D).abs()
+    with torch.no_grad():
+        model.router.weight[E // 2 :] = -10.0
+    one = copy.deepcopy(model)
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    gradients_of_both(model, one, x)
+    norm, wanted = clip_grad_norm_(model.parameters(), 0.1), nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+    torch.testing.assert_close(norm, wanted)
+    for p, same in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, same.grad)
+
+
+def check_momentum() -> None:
+    """One process goes on with the momentum of all ranks' experts, and ranks with that of one process."""
+    x, whole = torch.randn(T, D), state_dicts.StateDictOptions(full_state_dict=True)
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [p]} for p in model.parameters()], lr=0.1)
+
+    model = Stacked()
+    one = copy.deepcopy(model)
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    optimizers = adam(model), adam(one)
+    for _ in range(2):
+        gradients_of_both(model, one, x)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [state_dicts.get_state_dict(*each, options=whole) for each in zip((model, one), optimizers, strict=True)]
+        torch.testing.assert_close(*((of_model, of_optimizer["state"]) for of_model, of_optimizer in states))
+        optimizers = adam(model), adam(one)
+        for i, each in enumerate(zip((model, one), optimizers, strict=True)):
+            of_model, of_optimizer = states[1 - i]
+            state_dicts.set_state_dict(*each, model_state_dict=of_model, optim_state_dict=of_optimizer, options=whole)
+
+
 OVER_RANKS = {
     "gradients": check_over_ranks,
     "ties": check_ties,
     "idle rank": check_idle_rank,
     "optimizer made before": check_optimizer_made_before,
+    "norm": check_norm,
+    "momentum": check_momentum,
 }
 
 
@@ -601,6 +653,16 @@ def test_automodel_2995_a_rank_whose_experts_nobody_chose(over_ranks):
 @reported("DeepSpeed#8354", "DeepSpeed#8377")
 def test_deepspeed_8354_8377_an_optimizer_made_before_experts_are_sharded(over_ranks):
     assert_passed(over_ranks["optimizer made before"])
+
+
+@reported("DeepSpeed#8475", "Automodel#3816", "Megatron-LM#5916")
+def test_deepspeed_8475_automodel_3816_megatron_lm_5916_the_norm_of_all_experts(over_ranks):
+    assert_passed(over_ranks["norm"])
+
+
+@reported("DeepSpeed#8147")
+def test_deepspeed_8147_momentum_of_experts_on_another_number_of_ranks(over_ranks):
+    assert_passed(over_ranks["momentum"])
 
 
 def test_the_page_lists_these_threads():
