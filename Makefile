@@ -1,7 +1,7 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
-#                  test-fast test-ops test-rewrite test-capture test-ranks test-slow test-export test-hf test-offline test-door
-#                  test-interpreter
+#                  test-fast test-ops test-rewrite test-operands test-capture test-ranks test-slow test-export test-hf test-offline
+#                  test-door test-interpreter
 # make test-door-all   every spelling of a layer in every way to compile and train a model
 # make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
 #                  or with those that are in VENVS
@@ -42,8 +42,9 @@ DOCS_RUN := $(VENV)-docs/bin/python
 DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-# The longest part first, and three at a time for two cores: parts wait for other processes, for compilers and for the disk.
-PARTS := test-rewrite test-ranks test-slow test-capture test-offline test-door test-interpreter test-hf test-ops test-fast test-export
+# The longest part first, and three at a time for two cores: parts wait for other processes, for compilers and for the disk. Each
+# has two thirds of a core then, so that one of more than a third of all the work would still run when the others have ended.
+PARTS := test-capture test-ranks test-slow test-rewrite test-operands test-offline test-door test-interpreter test-hf test-ops test-fast test-export
 AT_A_TIME := 3
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs

@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
+from moeblaze_ops.lowering.index_notation.expr import DETACH
 
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""
@@ -104,9 +105,9 @@ def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 @form("detach")
 def _detach(view: GraphView, x: Any) -> Value:
     if view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point:
-        return x
+        return tensor(x)
     require(not x.of_state, "a parameter without gradient is one of its own")
-    return view.make("pointwise", "detach", (x,), (), shape=x.shape, dtype=x.dtype)
+    return view.make("pointwise", DETACH, (x,), (), shape=x.shape, dtype=x.dtype)
 
 
 @form("flip")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from moeblaze_ops.lowering.index_notation.expr import Expr, differ, factors_of
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -60,7 +60,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return _not(algebra, algebra.eq(a, b))
         case "not":
             return _not(algebra, a)
-        case "detach":
+        case _ if name == DETACH:
             return algebra.detached(a)
         case "where":
             return _where(algebra, *args)

@@ -162,7 +162,6 @@ class _Routed:
     scales: tuple[Scale, ...]
     top_k: int
     kept: Operand | None = None
-    keeps_slots: bool = False
     named: Named | None = None
     scored: bool = False  # a token may go to every expert
 
@@ -253,7 +252,7 @@ class _Proof:
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=lead.feature_in.args[1], F=lead.width.args[1],
             out_width=candidate.value.shape[-1], dropout=lead.dropout, dtype=dtype,
-            chosen=candidate.chosen, base=candidate.base, kept=routed.kept, keeps_slots=routed.keeps_slots,
+            chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
             numbers=_numbers(routed.numbers, E, bounds) if routed.is_dense else (), zero_computation=plain,
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,
             subscripts=selects, copied=written_before_backward(self.view, root, read),
@@ -301,8 +300,8 @@ class _Proof:
         order, numbers = expert_order(routings)
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k, scales = find_scaled_routing(self.algebra, self.finder, routings, depth)
-        kept, keeps_slots = find_kept(self.algebra, self.finder, routings, ids)
-        return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept, keeps_slots)
+        kept = find_kept(self.algebra, self.finder, routings, ids)
+        return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept)
 
     def _scored_routing(self, expert: ExpertTerm) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(self.algebra, expert, self.feature)

@@ -67,7 +67,6 @@ class MoEMatch:
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it; of each slot, [T, K, E]
-    keeps_slots: bool = False  # whether it is of each slot
     numbers: tuple[int, ...] = ()  # the ids of experts 0 to E-1, where there are others
     zero_computation: tuple[ZeroComputation, ...] = ()  # experts without projections
     named: Named | None = None  # the tokens that experts name themselves

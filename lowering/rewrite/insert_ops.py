@@ -96,11 +96,11 @@ def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> 
 def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
     """Ids with -1 for those whose expert has no room for the token."""
     index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
-    if match.keeps_slots:
-        kept_TKE = insert.of_slots(match.kept, (match.T, match.K, match.E))
-        kept_TK = insert.call("squeeze", insert.call("gather", kept_TKE, 2, insert.call("unsqueeze", index, 2)), 2)
+    kept = insert.rows(match.kept, match.E, match.K)
+    if match.kept.of_slots:
+        kept_TK = insert.call("squeeze", insert.call("gather", kept, 2, insert.call("unsqueeze", index, 2)), 2)
     else:
-        kept_TK = insert.call("gather", insert.rows(match.kept, match.E), 1, index)
+        kept_TK = insert.call("gather", kept, 1, index)
     return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
 
 

@@ -77,27 +77,23 @@ class Inserter(NodeInserter):
     def _reshaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
         return node if tuple(fake_of(node).shape) == sizes else self.view(node, "reshape", sizes)
 
-    def rows(self, operand: Operand, width: int) -> fx.Node:
-        """An operand as ``[T, width]`` in the dtype it is used in."""
+    def rows(self, operand: Operand, width: int, top_k: int = 1) -> fx.Node:
+        """An operand as ``[T, width]`` in the dtype it is used in; of slots, as ``[T, top_k, width]``."""
         if operand.rest:
-            slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
-            return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
+            slots = (replace(operand, rest=(), of_slots=False), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
+            join, width = (torch.stack, width) if operand.of_slots else (torch.cat, 1)
+            return self.call(join, [self.rows(slot, width) for slot in slots], 1)
         node, fake = self._read(operand), fake_of(operand.node)
-        if operand.turned:
+        if operand.of_slots:
+            node = self.call("reshape", node, (top_k, -1, width) if operand.turned else (-1, top_k, width))
+            node = self.call("transpose", node, 0, 1) if operand.turned else node
+        elif operand.turned:
             node = self.view(node, "t")
         elif fake.dim() != 2 or fake.shape[1] != width:
             node = self.call("reshape", node, (-1, width))
         if fake.dtype != operand.dtype:
             node = self.call("to", node, operand.dtype)
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
-
-    def of_slots(self, operand: Operand, sizes: tuple[int, int, int]) -> fx.Node:
-        """An operand as ``[T, K, E]``, of sizes of which T may be a symbol."""
-        if operand.rest:
-            return self.call(torch.stack, [self.rows(part, sizes[2]) for part in (replace(operand, rest=()), *operand.rest)], 1)
-        if not operand.turned:
-            return self.call("reshape", self._read(operand), (-1, *sizes[1:]))
-        return self.call("transpose", self.call("reshape", self._read(operand), (sizes[1], -1, sizes[2])), 0, 1)
 
     def places(self, operand: Operand) -> fx.Node:
         """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in."""

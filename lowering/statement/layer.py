@@ -134,7 +134,7 @@ class Statement:
             weight = self._weight(number, k, self._depth)
         else:
             chosen, weight = algebra.one, self._share(number, self._named(number), None, self._depth)
-        if self._match.kept is not None and not self._match.keeps_slots:
+        if self._match.kept is not None and not self._match.kept.of_slots:
             weight = algebra.mul(weight, self._elements.of_token(self._match.kept, number, self._match.E))
         if not self._match.weights_on_input:
             return algebra.mul(chosen, weight, self._expert(number, activation, None))
@@ -178,8 +178,8 @@ class Statement:
             own = self._elements.of_token(weights, number, match.E, depth=depth)
         else:
             own = self._elements.of_token(weights, k, match.K, depth=depth)
-        if match.keeps_slots:
-            own = self._algebra.mul(own, self._elements.of_slot(match.kept, k, number, (match.K, match.E)))
+        if match.kept is not None and match.kept.of_slots:
+            own = self._algebra.mul(own, self._elements.of_token(match.kept, number, match.E, slot=(match.K, k)))
         return self._algebra.mul(own, *(self._scale(scale, number, k, depth) for scale in match.scales))
 
     def _scale(self, scale: Scale, number: Expr, k: Expr | None, depth: int) -> Expr:

@@ -1,7 +1,6 @@
 """Elements of a match's operands in index notation: of tokens, of slots, of experts, and of weights as views."""
 
 import math
-from dataclasses import replace
 
 from torch import fx
 
@@ -22,30 +21,27 @@ class Elements:
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
 
-    def of_token(self, operand: Operand, column: Expr, width: Size, token: Expr | None = None, depth: int = 0) -> Expr:
-        """The element of ``[T, width]``; with ``rest``, of the tensor ``[T]`` that the column has."""
-        token = self.token if token is None else token
+    def of_token(
+        self, operand: Operand, column: Expr, width: Size, slot: tuple[int, Expr] | None = None, depth: int = 0
+    ) -> Expr:
+        """The element of ``[T, width]``, or of ``[T, K, width]`` at one of K slots; any of both may be turned.
+
+        With ``rest``, of the tensor that its index of the second axis has.
+        """
+        axes = [(self.num_tokens, self.token), *([slot] if slot else []), (width, column)]
         if operand.rest:
-            slot = (operand, *operand.rest)[column.args[0]]
-            return self._times(slot, self._at(self._value(slot.node), (self.num_tokens,), (token,), depth))
-        value = self._value(operand.node)
+            _, own = axes.pop(1)
+            operand = (operand, *operand.rest)[own.args[0]]
+        elif operand.turned:
+            axes[:2] = axes[1::-1]
         if width == 1:
-            return self._times(operand, self._at(value, (self.num_tokens,), (token,), depth))
-        shape, at = ((width, self.num_tokens), (column, token)) if operand.turned else ((self.num_tokens, width), (token, column))
-        return self._times(operand, self._at(value, shape, at, depth))
+            axes.remove((width, column))
+        shape, at = zip(*axes, strict=True)
+        return self._times(operand, self._at(self._value(operand.node), shape, at, depth))
 
-    def of_slot(self, operand: Operand, k: Expr, expert: Expr, sizes: tuple[int, int]) -> Expr:
-        """The element of ``[T, K, E]``, turned ``[K, T, E]``, or of the tensor ``[T, E]`` that the slot has."""
-        if operand.rest:
-            return self.of_token(replace((operand, *operand.rest)[k.args[0]], rest=()), expert, sizes[1])
-        shape, at = (self.num_tokens, *sizes), (self.token, k, expert)
-        if operand.turned:
-            shape, at = (shape[1], shape[0], shape[2]), (k, self.token, expert)
-        return self._at(self._value(operand.node), shape, at, 0)
-
-    def of_input(self, operand: Operand, feature: Expr, token: Expr | None = None) -> Expr:
+    def of_input(self, operand: Operand, feature: Expr) -> Expr:
         """The element of the layer's input, which is not looked into further than an expert's input is."""
-        return self.of_token(operand, feature, feature.args[1], token, MAX_PROJECTIONS)
+        return self.of_token(operand, feature, feature.args[1], depth=MAX_PROJECTIONS)
 
     def of_place(self, operand: Operand, expert: Expr, place: Expr, sizes: tuple[Size, Size]) -> Expr:
         """The element of ``[E, C]``, turned ``[C, E]``, or ``[C]`` of each."""

@@ -48,7 +48,7 @@ def function_of_python(branches: Any, original: Callable, called: Any, tx: Any, 
     if not args and branches.age and any(function is asks for asks in _ASK_NAMES):
         raise Declined("a program asks which names are set, which depends on whether a branch was taken")
     if branches.traces:
-        found, args = _given(branches, tx, function, list(map(realized, args)), kwargs, is_of_python=True)
+        found, args = _given_by_python(branches, tx, function, list(map(realized, args)), kwargs)
     else:
         branches.questions.refuse(function, [*args, *kwargs.values()])
     return original(called, tx, args, kwargs) if found is None else found
@@ -62,29 +62,22 @@ def call(branches: Any, original: Callable, tx: Any, fn: Any, args: list, kwargs
     if branches.traces:
         branches.questions.refuse(getattr(called, "fn", getattr(called, "_fn", None)), given)
         if isinstance(called, PolyfilledFunctionVariable):
-            found, _ = _given(branches, tx, called.fn, list(map(realized, given)), named, is_of_python=True)
+            found, _ = _given_by_python(branches, tx, called.fn, list(map(realized, given)), named)
         elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
-            found, _ = _given(branches, tx, called.value, given, named)
+            found = branches.instead(host_numbers.handled, tx, called.value, given, named)
     return original(tx, fn, args, kwargs) if found is None else tx.push(found)
 
 
-def _given(
-    branches: Any,
-    tx: Any,
-    function: Any,
-    args: list[VariableTracker],
-    kwargs: dict[str, VariableTracker],
-    *,
-    is_of_python: bool = False,
+def _given_by_python(
+    branches: Any, tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> tuple[VariableTracker | None, list[VariableTracker]]:
-    """What a function gives for numbers that only the data tell, where it is other than Dynamo's; and what it is called with."""
-    if is_of_python and args and not kwargs:
+    """What a function of Python gives for numbers of the data, where it is other than Dynamo's; and what it is called with."""
+    if args and not kwargs:
         if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
             return found, args
         if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
             args = [args[0], as_key(args[1])]
         branches.taken(args)
         hit_loops.refuse(function, args)
-    if is_of_python:
-        branches.questions.refuse(function, [*args, *kwargs.values()])
+    branches.questions.refuse(function, [*args, *kwargs.values()])
     return branches.instead(host_numbers.handled, tx, function, args, kwargs), args

@@ -32,7 +32,7 @@ def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor, out_NY: Tensor | None = 
     if out_NY is None:
         out_NY = rows_NX.new_empty(rows_NX.shape[0], matrix_XY.shape[1])
     if settings().batch_invariant:
-        _product_in_pieces(lambda out, _, *factors: torch.mm(*factors, out=out), out_NY, rows_NX, matrix_XY)
+        _product_in_pieces(torch.mm, out_NY, matrix_XY, rows_NX)
     else:
         torch.mm(rows_NX, matrix_XY, out=out_NY)
     return out_NY
@@ -41,19 +41,15 @@ def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor, out_NY: Tensor | None = 
 def add_product_of_rows(out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
     """``out += rows @ matrix``, as a library has it or in pieces."""
     if settings().batch_invariant:
-        _product_in_pieces(lambda out, before, *factors: torch.addmm(before, *factors, out=out), out_NY, rows_NX, matrix_XY)
+        _product_in_pieces(torch.addmm, out_NY, matrix_XY, out_NY, rows_NX)
     else:
         out_NY.addmm_(rows_NX, matrix_XY)
 
 
-def _product_in_pieces(function: Callable[..., Any], out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
-    """``function(out, before, rows, matrix)``, which fills rows of the result from those before and a product."""
+def _product_in_pieces(product: Callable[..., Any], out_NY: Tensor, matrix_XY: Tensor, *rows: Tensor) -> None:
+    """``product(*rows, matrix, out=out)``; its result may be among the rows."""
     wide_NY, wide_XY = _filled(out_NY), _filled(_filled(matrix_XY).t()).t()
-
-    def fill(out: Tensor, before: Tensor, rows: Tensor) -> None:
-        function(out, before, rows, wide_XY)
-
-    _pieces(fill, [wide_NY], [wide_NY, _filled(rows_NX)], _ROWS)
+    _pieces(lambda out, *own: product(*own, wide_XY, out=out), [wide_NY], [*map(_filled, rows)], _ROWS)
     if wide_NY is not out_NY:
         out_NY.copy_(wide_NY[:, : out_NY.shape[1]])
 

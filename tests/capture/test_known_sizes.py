@@ -95,3 +95,22 @@ def test_the_side_without_the_work_says_nothing(says):
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x), atol=1e-5, rtol=1e-4)
     assert not rewritten_in(records)
+
+
+def test_a_sum_outside_of_branches_says_nothing():
+    """One row is added to each of two, of which Dynamo makes two rows."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            adds(token, x, 2)
+            scale = 2 if token.numel() == 2 else 1
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None] * scale)
+        return out
+
+    layer, x = Layer(combine), torch.eye(2, D)
+    layer.gate.weight.data[:, :2] = torch.tensor([[9.0, -9.0], [9.0, -9.0], [-9.0, 9.0], [-9.0, 9.0]])
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x), atol=1e-5, rtol=1e-4)
+    assert not rewritten_in(records)

@@ -25,7 +25,8 @@ class Operand:
     """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
 
     ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them; ``turned``: it holds
-    them as ``[E, T]``. ``rest``: it holds the first slot of each token, and these the others. ``detached``: it gets no gradient.
+    them as ``[E, T]``. ``of_slots``: it holds ``[T, K, C]``, or turned ``[K, T, C]``. ``rest``: it holds the first slot of each
+    token, and these the others. ``detached``: it gets no gradient.
     """
 
     node: fx.Node
@@ -33,6 +34,7 @@ class Operand:
     gathered: bool = False
     turned: bool = False
     factor: float = 1
+    of_slots: bool = False
     rest: tuple["Operand", ...] = ()
     detached: bool = False
 
@@ -94,7 +96,7 @@ class Finder:
                     yield [self._evaluator.reshape_indices(sizes, shape, place) for place in places]
 
             if (found := self._latest(targets, ways)) is not None:
-                return replace(found, turned=bool(turned))
+                return replace(found, turned=bool(turned), of_slots=True)
         return None
 
     def find_vector(self, target: Expr, place: Expr, size: Size) -> Operand | None:

@@ -101,14 +101,14 @@ def _find_scores(algebra: Algebra, finder: Finder, routings: Sequence[Routing], 
     return None
 
 
-def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids: Operand) -> tuple[Operand | None, bool]:
-    """What says of each token and expert whether it takes the token, None where all do; and whether it does of each slot."""
+def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids: Operand) -> Operand | None:
+    """What says of each token and expert whether it takes the token, or of each of its slots; None where all do."""
     kept: dict[Expr, dict[Expr | None, Expr | None]] = {}
     for routing in routings:
         kept.setdefault(routing.ids, {})[routing.expert] = routing.kept
     of_all, *others = kept.values()
     if all(set(own.values()) == {None} for own in kept.values()):
-        return None, False
+        return None
     known = all(None not in own and None not in own.values() for own in kept.values())
     prove(known, Reason.SLOT_WEIGHTS, "some experts keep all tokens")
     experts, targets, count = by_number(of_all)
@@ -116,15 +116,16 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
     if any(own != of_all for own in others):
         in_order = len(ids.rest) == len(others)  # slots of their own, as `joined` has them
         tables = [by_number(own)[1] for own in kept.values()] if in_order else []
-        found, of_slots = joined([finder.find(table, experts, count) for table in tables] or [None]), True
+        found = joined([finder.find(table, experts, count) for table in tables] or [None])
+        found = found and replace(found, of_slots=True)
     elif slot is not None and any(slot in target.free for target in targets):
-        found, of_slots = finder.find_of_slots(targets, experts, slot, count), True
+        found = finder.find_of_slots(targets, experts, slot, count)
     else:
-        found, of_slots = finder.find(targets, experts, count), False
+        found = finder.find(targets, experts, count)
     prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")
     bounds = [algebra.extent(routing.ids) for routing in routings]
     prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
-    return found, of_slots
+    return found
 
 
 def _ask_for_number(top_k: Size, found: Iterable[Expr]) -> NoReturn:
