@@ -51,11 +51,11 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         if not scale.is_mask:
             scale_TK = _scale(insert, match, scale, ids_TK)
             weights_TK = scale_TK if weights_TK is None else insert.call(torch.mul, weights_TK, scale_TK)
+    if match.kept is not None:
+        ids_TK = _without_dropped(insert, match, ids_TK)
     for mask in (scale for scale in match.scales if scale.is_mask):
         masked = insert.call(torch.ne if mask.is_negated else torch.eq, insert.rows(mask.operand, mask.width), 0)
         ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
-    if match.kept is not None:
-        ids_TK = _without_dropped(insert, match, ids_TK)
     experts_TK = numbered(insert, match.numbers, ids_TK) if match.numbers else ids_TK
     out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
     if match.zero_computation:

@@ -135,7 +135,7 @@ class Statement:
         else:
             chosen, weight = algebra.one, self._share(number, self._named(number), None, self._depth)
         if self._match.kept is not None and not self._match.kept.of_slots:
-            weight = algebra.mul(weight, self._elements.of_token(self._match.kept, number, self._match.E))
+            weight = algebra.mul(weight, self._mark(self._elements.of_token(self._match.kept, number, self._match.E)))
         if not self._match.weights_on_input:
             return algebra.mul(chosen, weight, self._expert(number, activation, None))
         inside = self._expert(number, activation, algebra.mul(chosen, weight))
@@ -179,7 +179,8 @@ class Statement:
         else:
             own = self._elements.of_token(weights, k, match.K, depth=depth)
         if match.kept is not None and match.kept.of_slots:
-            own = self._algebra.mul(own, self._elements.of_token(match.kept, number, match.E, slot=(match.K, k)))
+            kept = self._elements.of_token(match.kept, number, match.E, slot=(match.K, k))
+            own = self._algebra.mul(own, self._mark(kept))
         return self._algebra.mul(own, *(self._scale(scale, number, k, depth) for scale in match.scales))
 
     def _scale(self, scale: Scale, number: Expr, k: Expr | None, depth: int) -> Expr:
@@ -187,8 +188,12 @@ class Statement:
             return self._elements.of_expert(scale.operand, number, self._match.E)
         column = self._algebra.zero if scale.width == 1 else number if k is None else k
         e = self._elements.of_token(scale.operand, column, scale.width, depth=depth)
-        e = e if not scale.is_mask or is_indicator(e) else self._algebra.cast(torch.bool, e)
+        e = self._mark(e) if scale.is_mask else e
         return opposite(self._algebra, e) if scale.is_negated else e
+
+    def _mark(self, e: Expr) -> Expr:
+        """What operators read of a number that they compare with zero."""
+        return e if is_indicator(e) else self._algebra.cast(torch.bool, e)
 
     def _scored(self, number: Expr) -> Expr:
         """The share of a layer whose tokens may go to every expert."""

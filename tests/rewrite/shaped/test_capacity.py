@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moeblaze_ops.lowering.match.terms import routing_term
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager
 
@@ -62,9 +63,17 @@ def unless_full(self, x, weights, ids):
     return out
 
 
+def without_padding_tokens(self, x, weights, ids):
+    kept, out, is_token = _kept(self, ids), torch.zeros_like(x), torch.arange(len(x)) % 3 > 0
+    for e, expert in enumerate(self.experts):
+        share = (weights * (ids == e)).sum(dim=-1, keepdim=True)
+        out = out + expert(x) * share * (kept[:, e] * is_token)[:, None]
+    return out
+
+
 @pytest.mark.parametrize(("combine", "expert"), [
     (masked, zoo.GluMLP), (masked, zoo.PlainMLP), (rows, zoo.PlainMLP), (first_of_each_sequence, zoo.GluMLP),
-    (without_weights, zoo.PlainMLP), (unless_full, zoo.GluMLP),
+    (without_weights, zoo.PlainMLP), (unless_full, zoo.GluMLP), (without_padding_tokens, zoo.PlainMLP),
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_rewritten(combine, expert):
     backend = check_against_eager(zoo.ModuleListMoE(combine, expert=expert), torch.randn(20, zoo.D))
@@ -129,3 +138,18 @@ def id_of_no_expert(self, x, weights, ids):
 def test_near_misses(combine):
     backend = check_against_eager(zoo.ModuleListMoE(combine, expert=zoo.PlainMLP), torch.randn(20, zoo.D))
     assert not backend.rewritten and backend.reasons
+
+
+def by_its_place(self, x, weights, ids):
+    """Weighted by how many tokens of the expert stand before."""
+    place, out = F.one_hot(ids, len(self.experts)).sum(dim=1).cumsum(dim=0), torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out + expert(x) * ((weights * (ids == e)).sum(dim=-1) * place[:, e])[:, None]
+    return out
+
+
+def test_a_number_keeps_nothing_whatever_the_matcher_says(monkeypatch):
+    """Operators compare what is kept with zero: the statement says so, too."""
+    monkeypatch.setattr(routing_term, "is_indicator", lambda e: True)
+    backend = check_against_eager(zoo.ModuleListMoE(by_its_place), torch.randn(20, zoo.D))
+    assert backend.reasons == ["STATEMENT"]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.statement import rules
 from moeblaze_ops.lowering.statement.rules import LayerForm
 from tests.tools.rewrite_harness import check_against_eager
 
@@ -55,6 +56,7 @@ SPELLINGS = {
     "nano of few": (NANO, "rank < C", "rank <= C - 1"),
     "nano of a softmax": (NANO, SCATTERED, "logits.softmax(-1)"),
     "nano of a mask": (NANO, OF_ALL, "dispatch = combine != 0"),
+    "nano without padding": (NANO, "(rank < C)", "(rank < C) * (torch.arange(T) % 3 > 0).view(1, T, 1)"),
     "colossal": (COLOSSAL,),
     "colossal scaled": (COLOSSAL, "combine = ", "probs = probs * 2\ncombine = "),
 }
@@ -132,6 +134,19 @@ def test_twins_are_left_alone_or_right(name):
             assert "Class values must be" in str(error)  # eager mode does not run it either
 
 
+@pytest.mark.parametrize(("old", "new"), [
+    (SCATTERED, "logits"),  # a weight of zero has a gradient
+    (SCATTERED, "logits * logits.softmax(-1)"),
+    (OF_ALL, "dispatch = combine.bool() & logits.flip(-1).relu().bool().view(T, -1, 1)"),
+    (OF_ALL, "dispatch = (combine * logits.relu().view(T, -1, 1)).bool()"),
+])  # fmt: skip
+def test_weights_that_are_zero(old, new):
+    torch.manual_seed(0)
+    layer = Layer(changed(NANO, old, new), 4).double()
+    layer.router.weight.data[0] = 0
+    check_against_eager(layer, torch.randn(2, 7, D, dtype=torch.float64))
+
+
 def test_equal_scores_and_experts_without_tokens():
     torch.manual_seed(0)
     for gate in (NANO, COLOSSAL):
@@ -140,7 +155,6 @@ def test_equal_scores_and_experts_without_tokens():
         x = x.abs()
         layer.router.weight.data[0] = layer.router.weight.data[1]  # two experts are as good
         assert len(check_against_eager(layer, x).rewritten) == 1
-
 
 
 def test_sums_over_slots_are_one_where_ids_differ_alone():
@@ -152,3 +166,20 @@ def test_sums_over_slots_are_one_where_ids_differ_alone():
     weight, kept = (algebra.call(name, (slot,)) for name in ("weight", "kept"))
     apart = algebra.mul(*(algebra.sum(slot, algebra.mul(hit, own)) for own in (weight, kept)))
     assert LayerForm(evaluator).of(apart) is not algebra.sum(slot, algebra.mul(hit, weight, kept))
+
+
+def test_only_sums_of_the_same_comparisons_are_one(monkeypatch):
+    monkeypatch.setattr(rules, "are_distinct", lambda algebra, ids, slot: True)
+    evaluator = Evaluator()
+    algebra, (slot, number) = evaluator.algebra, (evaluator.algebra.var(level, size, "r") for level, size in ((3, 2), (1, E)))
+    hit, other = (algebra.eq(algebra.call(name, (slot,)), number) for name in ("ids", "others"))
+    weight, kept = (algebra.call(name, (slot,)) for name in ("weight", "kept"))
+
+    def of_apart(*marks):
+        sums = (algebra.sum(slot, algebra.mul(*mark, own)) for mark, own in zip(marks, (weight, kept), strict=True))
+        return LayerForm(evaluator).of(algebra.mul(*sums))
+
+    together = algebra.sum(slot, algebra.mul(hit, weight, kept))
+    assert of_apart([hit], [hit]) is together
+    assert of_apart([hit], []) is not together
+    assert of_apart([hit], [other]) is not algebra.sum(slot, algebra.mul(hit, other, weight, kept))
