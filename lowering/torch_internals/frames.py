@@ -27,6 +27,7 @@ from torch._dynamo.eval_frame import (
 )
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering import patches
 
@@ -146,9 +147,9 @@ def is_of_host(node: fx.Node) -> bool:
 
         self.temperature that changes from call to call      but not      scores.max().item()
     """
-    source = node.args[0] if node.args else None
+    source, number = node.args[0] if node.args else None, node.meta.get("example_value")
     argument = source.meta.get("grapharg") if isinstance(source, fx.Node) else None
-    return getattr(argument, "pass_arg_as_tensor", False)
+    return getattr(argument, "pass_arg_as_tensor", False) and not free_unbacked_symbols(number)
 
 
 def _in_place_of(original: Callable, backend: Callable) -> Callable:

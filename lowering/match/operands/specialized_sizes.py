@@ -33,8 +33,8 @@ def may_be_specialized(sizes: Iterable[int | torch.SymInt], graph: fx.Graph) -> 
 
 def specialize(sizes: Iterable[int | torch.SymInt]) -> None:
     """Guard what sizes are made of: a guard on ``s0 // 2`` alone would leave it a symbol."""
-    for size in sizes:
-        for symbol in _symbols((size,)):
+    for size in (size for size in sizes if isinstance(size, torch.SymInt)):
+        for symbol in size.node.expr.free_symbols:
             guard_int(size.node.shape_env.create_symintnode(symbol, hint=None))
 
 
