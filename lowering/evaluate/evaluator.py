@@ -176,6 +176,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         x, dim, start, step = value.args
         if self.may_be_outside(indices[dim], value.shape[dim]):
             return self.algebra.leaf(value, indices)
+        if x.op == "true_first" and start == 0 and step == 1:
+            return self.first_true(x, value.shape[0], indices[0])
         one_of_many = _is_only_feature(indices[dim]) and x.shape[dim] != 1
         index = self.algebra.linear(start, [] if one_of_many else [(step, indices[dim])])
         return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)

@@ -8,6 +8,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -29,6 +32,7 @@ class IndexingRules:
     reordered: Callable[..., Expr | None]
     same_rows: Callable[[Value], Value]
     _counted: Callable[..., Expr]
+    variables: Callable[[Value], "Indices"]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -85,12 +89,33 @@ class IndexingRules:
         return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
 
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
-        mask, dim = value.args
+        row = indices[0]
+        if row.kind == "var" and not (same_size(row.args[1], value.shape[0]) or free_unbacked_symbols(row.args[1])):
+            return self.algebra.leaf(value, indices)  # of some of the true elements
+        return self._true_element(*value.args, row)
+
+    def _true_element(self, mask: Value, dim: int, row: Expr) -> Expr:
         if mask.op != "reshape" or len(mask.shape) != 1:
-            return self.algebra.nonzero(self.same_rows(mask), dim, indices[0], mask.shape[dim])
+            return self.algebra.nonzero(self.same_rows(mask), dim, row, mask.shape[dim])
         (whole,) = mask.args
-        coordinates = [self.algebra.nonzero(whole, d, indices[0], size) for d, size in enumerate(whole.shape)]
+        coordinates = [self.algebra.nonzero(whole, d, row, size) for d, size in enumerate(whole.shape)]
         return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))
+
+    def first_true(self, order: Value, rows: Size, row: Expr) -> Expr:
+        """Any of the first ``rows`` places in an order in which true elements come first: of them, where they are as many.
+
+            chosen_ET.reshape(-1).argsort(descending=True, stable=True)[: T * K]        but not  [: T * K - 1]
+        """
+        (mask,) = order.args
+        whole = mask.args[0] if mask.op == "reshape" else mask
+        at = () if row.kind == "var" and not same_size(row.args[1], rows) else self.variables(whole)
+        for number, groups in zip(at, whole.shape, strict=False):
+            count = self.element(whole, at)
+            for index in (i for i in reversed(at) if i is not number and i.kind == "var"):
+                count = self.algebra.sum(index, count)
+            if number.kind == "var" and rows_counted(self.algebra, number, count, rows, groups):
+                return self._true_element(mask, 0, row)
+        return self.algebra.leaf(order, (row,))
 
     def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
         return self.algebra.inverse(value.args[0], indices[0])

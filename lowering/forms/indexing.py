@@ -6,6 +6,7 @@
     scatter (x, dim, index, source, accumulate)
     nonzero (mask, axis)            one coordinate of the true elements
     argsort (keys)                  a permutation that sorts 1-D keys upwards
+    true_first (mask)               the places of true elements of a 1-D mask, and behind them the others, each in order
     inverse (permutation)           grouped_mm (rows, weights, offsets)
     searched (ends, numbers)        how many of the ends, which never fall, are not above a number
 """
@@ -363,6 +364,8 @@ def bound_of(x: Value) -> Size | None:
 
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
+    if len(tensor(keys).shape) == 1 and keys.dtype == torch.bool and descending and stable:
+        return view.make("true_first", keys, shape=keys.shape, dtype=torch.int64)
     if len(tensor(keys).shape) > 1:
         order = view.opaque(view._node)
         order.bound = keys.shape[axis(keys, dim)]
