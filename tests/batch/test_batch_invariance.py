@@ -73,6 +73,12 @@ def test_nor_with_adapters_a_learned_activation_and_a_residual(dtype):
     assert sum(different_bits(pool, case, lambda x, dout: run(forward, x, dout, None)) for case in drawn) == 0
 
 
+def test_no_tokens():
+    x = torch.randn(0, 16, requires_grad=True)
+    moeblaze_ops.MoE(D=16, F=8, E=4, K=2)(x).sum().backward()
+    assert x.grad.shape == (0, 16)
+
+
 def test_nor_on_threads_that_share_a_function():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
