@@ -124,4 +124,4 @@ def logits_of(router: nn.Linear, x: Tensor) -> Tensor:
         return router(x)
     logits_TE = call(router_logits, x.reshape(-1, x.shape[-1]), router.weight, False)
     logits_TE = logits_TE if router.bias is None else logits_TE + router.bias
-    return logits_TE.view(*x.shape[:-1], -1)
+    return logits_TE.view(*x.shape[:-1], logits_TE.shape[1])

@@ -24,6 +24,7 @@ SIZES = {
     "weights_on_input": Sizes(64, 48, 6, 2, "geglu", weight_on="input"),
     "odd_widths": Sizes(33, 17, 5, 3, "gelu_tanh"),
     "wide": Sizes(40, 700, 3, 2, "relu2"),
+    "one_expert_in_all": Sizes(48, 40, 1, 1),
 }
 
 
@@ -54,6 +55,28 @@ def test_no_bit_depends_on_the_batch(sizes, dtype):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_nor_on_what_is_kept(sizes):
     assert count(sizes, torch.float32, "input", 10) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nor_with_adapters_a_learned_activation_and_a_residual(dtype):
+    sizes = Sizes(64, 48, 6, 2)
+    learned = {"activation": lambda g, u, beta: g * torch.sigmoid(beta * g) * u, "activation_parameters": [0.8]}
+    layer = moeblaze_ops.MoE(D=64, F=48, E=6, K=2, bias=True, dtype=dtype, **learned)
+    for factor in layer.add_adapter("tuned", 3).parameters():
+        nn.init.normal_(factor, std=0.2)
+
+    def forward(x, delta=None):
+        return x + layer(x) if delta is None else x + layer(x) + 0 * delta.sum()
+
+    pool = Pool(forward, sizes, dtype, "cpu", 150)
+    drawn = draw(15, 150, 300, torch.Generator().manual_seed(1))
+    assert sum(different_bits(pool, case, lambda x, dout: run(forward, x, dout, None)) for case in drawn) == 0
+
+
+def test_no_tokens():
+    x = torch.randn(0, 16, requires_grad=True)
+    moeblaze_ops.MoE(D=16, F=8, E=4, K=2)(x).sum().backward()
+    assert x.grad.shape == (0, 16)
 
 
 def test_nor_on_threads_that_share_a_function():

@@ -37,10 +37,21 @@ def choose(layer: Layer, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), layer.K, dim=-1)
 
 
-def sorted_with_sentinels(layer, x, logits, absent=zoo.E, largest=zoo.E - 1, change=lambda ids: ids):
+def choose_on_the_second_of_two_ranks(layer: Layer, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As transformers' "all_reduce" does: slots of the other rank's experts have the id E and the weight 0."""
+    weights, ids = choose(layer, torch.cat([logits, logits.flip(-1)], -1))
+    elsewhere = (ids // zoo.E) != 1
+    return weights.masked_fill(elsewhere, 0.0), torch.where(elsewhere, zoo.E, ids % zoo.E)
+
+
+def choose_with_ids_of_nobody(layer: Layer, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = choose(layer, logits)
+    return weights, ids + (ids > 2) * 5
+
+
+def sorted_with_sentinels(layer, x, logits, absent=zoo.E, largest=zoo.E - 1, choose=choose):
     """Rows whose id is no expert's are zeroed before and after the products."""
     weights, ids = choose(layer, logits)
-    ids = change(ids)
     sorted_ids, order = torch.sort(ids.reshape(-1))
     rows = x[order // layer.K]
     counts = torch.histc(sorted_ids.float(), bins=zoo.E, min=0, max=zoo.E - 1)
@@ -143,6 +154,7 @@ def by_one_mask(layer, x, logits, spread=lambda mask: mask):
 
 REWRITTEN = {
     "sentinels": (sorted_with_sentinels, {}),
+    "sentinels_for_other_ranks": (sorted_with_sentinels, {"choose": choose_on_the_second_of_two_ranks}),
     "clamped_ids": (gathered_with_clamped_ids, {}),
     "clamped_to_fewer_experts": (gathered_with_clamped_ids, {"largest": zoo.E - 2}),
     "clamped_from_below": (gathered_with_clamped_ids, {"least": 1}),
@@ -160,7 +172,7 @@ REWRITTEN = {
 LEFT_ALONE = {
     "a_sentinel_is_an_expert": (sorted_with_sentinels, {"absent": zoo.E - 1}),
     "clamped_sentinels": (sorted_with_sentinels, {"absent": zoo.E - 1, "largest": zoo.E - 2}),
-    "ids_that_may_be_nobodys": (sorted_with_sentinels, {"change": lambda ids: ids + (ids > 2) * 5}),
+    "ids_that_may_be_nobodys": (sorted_with_sentinels, {"choose": choose_with_ids_of_nobody}),
     "unselected_at_a_half": (on_input, {"fill": 0.0}),
     "unselected_at_minus_one": (on_output, {"fill": -1.0}),
     "another_axis": (on_output, {"score": lambda scores: F.softmax(scores, dim=0)}),
