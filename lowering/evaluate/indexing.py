@@ -89,10 +89,11 @@ class IndexingRules:
         return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
 
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
-        row = indices[0]
-        if row.kind == "var" and not (same_size(row.args[1], value.shape[0]) or free_unbacked_symbols(row.args[1])):
-            return self.algebra.leaf(value, indices)  # of some of the true elements
-        return self._true_element(*value.args, row)
+        mask, dim = value.args
+        (row,) = indices
+        if _is_any(row, value.shape[0]) or row.kind == "var" and free_unbacked_symbols(row.args[1]):
+            return self._true_element(mask, dim, row)
+        return self.algebra.leaf(value, indices)
 
     def _true_element(self, mask: Value, dim: int, row: Expr) -> Expr:
         if mask.op != "reshape" or len(mask.shape) != 1:
@@ -108,7 +109,7 @@ class IndexingRules:
         """
         (mask,) = order.args
         whole = mask.args[0] if mask.op == "reshape" else mask
-        at = () if row.kind == "var" and not same_size(row.args[1], rows) else self.variables(whole)
+        at = self.variables(whole) if _is_any(row, rows) else ()
         for number, groups in zip(at, whole.shape, strict=False):
             count = self.element(whole, at)
             for index in (i for i in reversed(at) if i is not number and i.kind == "var"):
@@ -423,6 +424,11 @@ def _is_token(index: Expr) -> bool:
 
 def _is_below(number: Size, size: Size) -> bool:
     return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
+
+
+def _is_any(row: Expr, rows: Size) -> bool:
+    """True if an index may be any of so many, as far as it says which ones it may be; the only one of one is 0."""
+    return row.kind not in ("var", "const") or same_size(row.args[1] if row.kind == "var" else 1, rows)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

@@ -144,6 +144,8 @@ def test_few_tokens_and_experts_without():
     f"{PLACES}[: T * K - 1]", f"{PLACES}[: T * K + 1]", f"{FIRST}[: T * K - 1]", f"{FIRST}[2:]", f"{FIRST}.clone()[:7]",
     f"{FIRST}[torch.arange(7)]", f"{FIRST}.roll(1)", f"{FIRST}[torch.arange(T)]",
     ".nonzero().squeeze(1)[:7]", ".nonzero().squeeze(1)[torch.arange(7)]", ".nonzero().squeeze(1)[torch.arange(7)][:7]",
+    ".nonzero().squeeze(1)[torch.arange(1)]", ".nonzero().squeeze(1)[torch.zeros(1, dtype=torch.int64)]",
+    f"{FIRST}[torch.arange(1)]",
 ))  # fmt: skip
 def test_some_of_the_places_are_not_all(order):
     torch.manual_seed(0)
