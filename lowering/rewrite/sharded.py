@@ -229,6 +229,7 @@ def meet_before_gathers(graph: fx.Graph) -> None:
         mesh, words = stored.device_mesh, f"a weight {list(stored.shape)} that moves"
         node.op, node.target, node.kwargs = "call_function", gathered_weights.met_and_gathered, {}
         node.args = source, mesh.size(), mesh.get_group().group_name, words
+        whole.append(node)  # where ranks would have talked: tokens of a later layer may leave from there on
         if not whole.users:
             graph.erase_node(whole)
 

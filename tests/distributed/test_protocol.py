@@ -46,6 +46,7 @@ def test_ranks_of_other_sizes_exchange_alike(seed):
     [
         pytest.param(2, [0], Way(registered=True), id="experts of transformers' registry"),
         pytest.param(2, [27], Way(registered=True), id="beside sharded ones, for tokens of their own"),
+        pytest.param(2, [3455], Way("aot_eager"), id="tokens of a layer behind weights that move"),
         pytest.param(4, [2], Way(hosts=2), id="two hosts"),
     ],
 )
