@@ -23,18 +23,14 @@ NAMES = {
 def picture() -> str:
     peers = json.loads((RESULTS / "beside_peers_h100.json").read_text())
     rows = {row["contender"]: row for row in peers["measurements"] if row["shape"] == SHAPE}
-    h200 = json.loads((RESULTS / "layer_h200.json").read_text())["measurements"]
-    peak = {row["contender"]: row["peak_mib"] for row in h200 if row["shape"] == SHAPE}
-    peaks = {name: rows[name]["peak_mib"] or peak.get(name) for name in NAMES}
     versions = ", ".join(f"{name} {peers['versions'][name].split()[0]}" for name in ("SonicMoE", "ScatterMoE", "Liger-Kernel"))
     sizes = ", ".join(f"{letter} {size}" for letter, size in zip("TDFEK", SHAPES[SHAPE], strict=True))
     below = [
         f"{sizes}; bf16; {peers['device']}, torch {peers['torch']}, {peers['date']}; all in one run.",
         f"{versions}.",
-        "The memory of grouped_mm is of a run on an H200, in which moeblaze's was the same.",
     ]
     times = {label: rows[name]["step_ms"] for name, label in NAMES.items()}
-    return draw(times, "peak memory of a step", {label: peaks[name] for name, label in NAMES.items()}, below)
+    return draw(times, "peak memory of a step", {label: rows[name]["peak_mib"] for name, label in NAMES.items()}, below)
 
 
 if __name__ == "__main__":

@@ -362,11 +362,10 @@ def peers_table() -> str:
 
 
 def peaks_table() -> str:
-    """The memory of these steps, where it was recorded."""
-    rows = measured("beside_peers_h100.json")
-    ways = ("moeblaze", "SonicMoE", "Liger-Kernel")
-    peaks = {key: f"{row['peak_mib']} MiB" for key, row in rows.items() if row["peak_mib"]}
-    return markdown(["shape", *ways], [[name, *(peaks.get((name, way), "-") for way in ways)] for name in SHAPES])
+    """The memory of these steps, in MiB."""
+    peaks = {key: str(row["peak_mib"]) for key, row in measured("beside_peers_h100.json").items()}
+    lines = [[name, *(peaks.get((name, way), "-") for way in PEERS)] for name in SHAPES]
+    return markdown(["shape", *(way.replace("+", " + ") for way in PEERS)], lines)
 
 
 def families_table() -> str:
