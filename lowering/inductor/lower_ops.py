@@ -33,9 +33,8 @@ from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.all_to_all import row_numbers
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
-from moeblaze_ops.ops.sharded.collectives import gather_rows, most_tokens, sum_parts
+from moeblaze_ops.ops.sharded.collectives import gather_rows, meet, met, most_tokens, sum_parts
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
-from moeblaze_ops.ops.sharded.gathered_weights import meet, met
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_or_add
 
 
@@ -73,11 +72,11 @@ def register_lowerings() -> None:
     inductor.register_lowering(in_place, inductor.fallback(in_place))
 
 
-def _lower_met(shard: Any, group: str, layer: str) -> Any:
-    """The hosts meet, and the shard is read as it is. A CUDA graph has no hosts in it."""
+def _lower_met(x: Any, shard: Any, group: str, layer: str, number: int, question: Any = None) -> Any:
+    """The hosts meet, and x is read as it is. A CUDA graph has no hosts in it."""
     if not inductor.makes_cuda_graphs():
-        inductor.for_its_effect(meet)(shard, group, layer)
-    return shard
+        inductor.for_its_effect(meet)(shard, group, layer, question)
+    return x
 
 
 def register_traced_lowering(

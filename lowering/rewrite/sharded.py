@@ -9,6 +9,7 @@ that is what experts compute that see the tokens of all ranks. Accepted and refu
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -23,7 +24,7 @@ from moeblaze_ops.lowering.graph.functional_view import inplace_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
-from moeblaze_ops.lowering.torch_internals.callers import places
+from moeblaze_ops.lowering.torch_internals.callers import call_of_layer, places
 from moeblaze_ops.ops.sharded import gathered_weights
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all, moe_over_ranks
@@ -178,10 +179,11 @@ def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.No
     with x.fake_mode:
         # What copies have started holds nothing yet.
         everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
+        question = None if config.tokens_per_rank else torch.empty((), dtype=torch.int64)
     rows = config.tokens_per_rank or _most_tokens(
         first, early_TD, moving.sharded, f"{moving.layer}, by {'copies' if copies else 'collectives'}"
     )
-    return first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group, copies)
+    return first.given((everyone, question), start_gather_of_tokens, early_TD, rows, ranks, group, copies)
 
 
 def _most_tokens(first: Inserter, x_TD: fx.Node, sharded: ShardedWeights, layer: str) -> fx.Node:
@@ -192,21 +194,22 @@ def _most_tokens(first: Inserter, x_TD: fx.Node, sharded: ShardedWeights, layer:
     x, stored = fake_of(x_TD), next(iter(sharded.stored.values()))
     shard = first.call(local_shard, stored) if stored.op == "placeholder" else None
     with x.fake_mode:
-        value = x.new_empty(x.shape[0], 0)
+        value = x.new_empty(x.shape[0], 0), torch.empty((), dtype=torch.int64)
     return first.given(value, most_tokens, x_TD, shard, sharded.group, layer)
 
 
 def join_gathers(graph: fx.Graph) -> None:
-    """Let all readers of a sharded parameter read its first gather: it travels once, and so does the sum of its gradients.
+    """Let all readers of a sharded parameter in a call of its layer read one gather: it travels once, and so do its gradients.
 
-    It joins ``w[0]`` and ``w[1]`` of two reads of a parameter, and leaves those between which something writes to it.
+    It joins ``w[0]`` and ``w[1]`` of two reads of a parameter, and leaves those between which something writes to it, and those
+    of two calls: a rank whose graph breaks in between gathers twice as well.
     """
     first: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
         call = dtensor_call(node)
         if call is None or any(inplace_name(user) is not None for user in node.args[0].users):
             continue
-        same = first.setdefault((node.args[0], call[0], repr(sorted(call[1].items()))), node)
+        same = first.setdefault((node.args[0], call[0], repr(sorted(call[1].items())), call_of_layer(node)), node)
         if same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
@@ -221,6 +224,7 @@ def drop_unread_gathers(graph: fx.Graph) -> None:
 
 def meet_before_gathers(graph: fx.Graph) -> None:
     """Let the hosts meet before weights travel that ``shard_experts`` stores: a rank whose tokens move instead is named."""
+    gathers: Counter[fx.Node] = Counter()
     for node in list(graph.nodes):
         source = _gathered_from(node) if _is_call(node, "to_local") else None
         if source is None or not any(file == gathered_weights.__file__ for file, *_ in places(node)):
@@ -228,7 +232,8 @@ def meet_before_gathers(graph: fx.Graph) -> None:
         stored, whole = fake_of(source), node.args[0]
         mesh, words = stored.device_mesh, f"a weight {list(stored.shape)} that moves"
         node.op, node.target, node.kwargs = "call_function", gathered_weights.met_and_gathered, {}
-        node.args = source, mesh.size(), mesh.get_group().group_name, words
+        node.args = source, mesh.size(), mesh.get_group().group_name, words, gathers[source]
+        gathers[source] += 1
         whole.append(node)  # where ranks would have talked: tokens of a later layer may leave from there on
         if not whole.users:
             graph.erase_node(whole)

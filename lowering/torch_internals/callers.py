@@ -75,6 +75,12 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if not _is_of_library(file)]
 
 
+def call_of_layer(node: fx.Node) -> str:
+    """The call of a layer of ``shard_experts`` in which a node was traced: torch numbers those of a module in a graph."""
+    stack = (node.meta.get("nn_module_stack") or {}).items()
+    return next((call for call, (_, kind) in stack if getattr(kind.forward, "runs_sharded_layer", False)), "")
+
+
 @dataclass(frozen=True)
 class CallPath:
     """Functions that call each other, outermost first, each as file, line and name; and the ids of modules among them.

@@ -112,7 +112,7 @@ def shard_experts(
         taken += _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer(group.layer)))
     for path, layer in layers.items():
         if has_forward(model.get_submodule(path)):
-            run_in_layer(model.get_submodule(path), layer)
+            run_in_layer(model.get_submodule(path), layer, whole=True)
     watch_optimizers()
     report = ShardedExperts(tuple(taken), tuple(Left(unclear.owner, unclear.why) for unclear in left))
     log.info("%s", report)
@@ -215,7 +215,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: Runnin
         read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
         load_whole(owner, group.names)
     if has_forward(owner) and group.owner != group.layer:
-        run_in_layer(owner, layer)
+        run_in_layer(owner, layer, whole=False)
     return taken
 
 

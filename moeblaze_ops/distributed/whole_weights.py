@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # A graph from a compiler's cache calls these ops without anything having rewritten the layer.
 from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
-from moeblaze_ops.ops.sharded.gathered_weights import gathered, meet, whole_of
+from moeblaze_ops.ops.sharded.gathered_weights import gathered, whole_of
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 from moeblaze_ops.ops.sharded.stored_layers import layers
 
@@ -73,7 +73,6 @@ class RunningLayer:
         stored = [weights.parameters[name] for weights, name in here]
         mesh, shards = stored[0].device_mesh, [each.to_local() for each in stored]
         group = mesh.get_group().group_name
-        meet(shards[0].detach(), group, "weights that move together")
         everyone = gathered(shards, mesh.size(), group)
         for (weights, name), whole in zip(here, everyone, strict=True):
             weights.whole[name] = whole
@@ -165,14 +164,14 @@ def read_from_stack(module: nn.Module, keys: dict[str, str], expert: int, weight
     add_members(module, ((name, _stored_in_stack, (key,)) for name, key in keys.items()))
 
 
-def run_in_layer(module: nn.Module, layer: RunningLayer) -> None:
-    """Let ``forward`` of ``module`` count as running ``layer``."""
+def run_in_layer(module: nn.Module, layer: RunningLayer, whole: bool) -> None:
+    """Let ``forward`` of ``module`` count as running ``layer``: the whole of it, or a part."""
     module.__dict__["_moeblaze_layer"] = layer
     own = module.__dict__.get("forward")
     if own is not None:
         module.__dict__["forward"] = functools.partial(layer.run, own)
         return
-    add_members(module, [("forward", _forward_of, ())])
+    add_members(module, [("forward", _forward_of, (whole,))])
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -227,10 +226,11 @@ def _stored_in_stack(original: type[nn.Module], key: str) -> property:
     return property(read)
 
 
-def _forward_of(original: type[nn.Module]) -> Callable:
+def _forward_of(original: type[nn.Module], whole: bool) -> Callable:
     def forward(self, *args, **kwargs):
         return self._moeblaze_layer.run(original.forward, self, *args, **kwargs)
 
+    forward.runs_sharded_layer = whole
     return forward
 
 

@@ -189,10 +189,7 @@ def draw(seed: int, ranks: int, compiler: str | None = None, registered: bool = 
 
 
 def _with_cuts(program: Program, seed: int, ranks: int) -> Program:
-    """Graphs break, or the last rank's does, right behind layers: their results leave the graph and are added in the next.
-
-    Behind a layer that is called twice all of them do: weights that move come once for both calls of a graph.
-    """
+    """Graphs break, or the last rank's does, right behind layers: their results leave the graph and are added in the next."""
     r, lines = random.Random(seed), []
     for line in program.lines:
         name, call = line[0], line.partition(f"{line[0]} + ")[2]
@@ -200,8 +197,6 @@ def _with_cuts(program: Program, seed: int, ranks: int) -> Program:
             lines.append(line)
             continue
         cut = r.choices(["graph_break()", f"if self.rank == {ranks - 1}: graph_break()", "pass"], [3, 2, 1])[0]
-        is_called_twice = sum(call.partition(",")[0].partition("](")[0] in each for each in program.lines) > 1
-        cut = cut.rpartition(": ")[2] if is_called_twice else cut
         lines += [f"result = {call}", cut, f"{name} = {name} + result"]
     return replace(program, lines=lines)
 

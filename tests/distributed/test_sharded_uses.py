@@ -2,13 +2,14 @@
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops import compile as switch
@@ -102,6 +103,43 @@ def check_replay(compiled: bool) -> None:
     assert any("experts_over_ranks" in text for text in became) is compiled, seen
 
 
+class Twice(nn.Module):
+    """A layer that is called twice in a graph, between which those of some ranks break."""
+
+    def __init__(self, breaks_on: Container[int]) -> None:
+        super().__init__()
+        self.layer, self.breaks_on = layer("stacked_loop"), breaks_on
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.layer(x)
+        if dist.get_rank() in self.breaks_on:
+            torch._dynamo.graph_break()
+        return first, self.layer(y)
+
+
+def check_broken_between() -> None:
+    """Weights that move and change without a word, as those of a teacher do: a call has those of all ranks in this step."""
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    one, model = Twice(()), Twice((1,))
+    shard_experts(model, harness.axis())
+    stored = dict(model.named_parameters())
+    pair = [harness.tokens_of(10 * number + dist.get_rank(), zoo.D) for number in range(2)]
+    config.experts_move = "weights"
+    try:
+        with rewriting_backend() as backend, torch.no_grad():
+            run = torch.compile(model, backend=backend)
+            for _ in range(3):
+                torch.testing.assert_close(run(*pair), one(*pair), atol=harness.TOLERANCE, rtol=0)
+                for name, p in one.named_parameters():
+                    for each in (p, getattr(stored[name], "_local_tensor", stored[name])):
+                        each.mul_(1.25)
+    finally:
+        config.experts_move = "auto"
+
+
 def raised_in(function: Callable) -> str:
     try:
         function()
@@ -150,6 +188,28 @@ def check_skipped(compiled: bool, exchange: str = "auto") -> None:
     here, there = (1, 0) if dist.get_rank() else (0, 1)
     what = f"{here}, {'4 experts' if compiled else 'weights'}"
     assert f"got another one on rank {there} than here: {what}" in error, error
+
+
+def check_other_gradients(compiled: bool, exchange: str = "auto") -> None:
+    """Ranks go back through other calls of a layer with as many tokens: none takes gradients of one for those of the other."""
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        switch.rewrite(gm)
+        return lookup_backend("aot_eager")(gm, example_inputs)
+
+    model, rank = Twice(breaks_on=(0, 1)), dist.get_rank()
+    shard_experts(model, harness.axis())
+    pair = [harness.tokens_of(10 * number + rank, zoo.D) for number in range(2)]
+    config.exchange = exchange
+    with switch.rewriting(backend):
+        results = (torch.compile(model, backend=backend) if compiled else model)(*pair)
+    config.exchange = "auto"
+    error = raised_in(results[rank].sum().backward)
+    what = f"layer, gradients of {'tokens' if compiled else 'weights that move together'} behind question {rank + 1}"
+    assert f"got another one on rank {1 - rank} than here: {what}" in error, error
 
 
 def check_uncompiled() -> None:
@@ -225,11 +285,15 @@ ALIKE = {
     "adapters": check_adapters,
     "replay, eager": functools.partial(check_replay, False),
     "replay, compiled": functools.partial(check_replay, True),
+    "a graph broken between two calls": check_broken_between,
 }
 NOT_ALIKE = {
     "a layer skipped, eager": (3, functools.partial(check_skipped, False)),
     "a layer skipped, compiled": (15, functools.partial(check_skipped, True)),  # in which both compile
     "a layer skipped, all-to-all": (15, functools.partial(check_skipped, True, "all_to_all")),
+    "other gradients, eager": (3, functools.partial(check_other_gradients, False)),
+    "other gradients, all-gather": (15, functools.partial(check_other_gradients, True, "all_gather")),
+    "other gradients, all-to-all": (15, functools.partial(check_other_gradients, True, "all_to_all")),
     "one rank uncompiled, all-to-all": (15, check_uncompiled),
     "weights against tokens": (30, functools.partial(check_other_ways, "all_gather", "graphs")),
     "weights against tokens, all-to-all": (30, functools.partial(check_other_ways, "all_to_all", "graphs")),

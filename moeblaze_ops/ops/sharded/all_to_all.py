@@ -18,7 +18,7 @@ from torch import Tensor
 from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
-from moeblaze_ops.ops.sharded.collectives import Size, first_rows
+from moeblaze_ops.ops.sharded.collectives import Size, asked, asked_fake, first_rows, met_for_gradients
 from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
 from moeblaze_ops.ops.sharded.stored_layers import path_of
@@ -30,22 +30,23 @@ class Route(NamedTuple):
     """Which tokens go to which ranks, and how they get there and back; it does what ``Gathering`` does.
 
     ``tokens_S``: the token of each row that leaves, those for the first rank first. ``positions_TR``: the row of each token for
-    each rank, -1 for none. ``numbers``: those of ``row_numbers``. Copy engines have no part in it.
+    each rank, -1 for none. ``numbers`` and ``question``: of ``row_numbers``. Copy engines have no part in it.
     """
 
     tokens_S: Tensor
     positions_TR: Tensor
     numbers: list[Tensor]
+    question: Tensor
     group: str
     copies: bool = False
 
     @classmethod
     def of(cls, tensors: list[Tensor], group: str) -> "Route":
         """What gave ``tensors()``."""
-        return cls(tensors[0], tensors[1], tensors[2:], group)
+        return cls(tensors[0], tensors[1], tensors[2:-1], tensors[-1], group)
 
     def tensors(self) -> list[Tensor]:
-        return [self.tokens_S, self.positions_TR, *self.numbers]
+        return [self.tokens_S, self.positions_TR, *self.numbers, self.question]
 
     def start_out(self, local: list[Tensor], routing: bool = False) -> list[Tensor]:
         with torch.no_grad():
@@ -64,6 +65,9 @@ class Route(NamedTuple):
 
     def used(self, slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
         return first_rows(slots_N, self.numbers[-1].shape[0])
+
+    def met(self, x: Tensor, shard: Tensor) -> Tensor:
+        return met_for_gradients(x, shard, self.group, self.question)
 
     @property
     def num_arriving(self) -> Size:
@@ -96,18 +100,24 @@ def route_to_ranks(
     slots_N, offsets_R1, positions_TR, _ = dispatch(torch.where(is_owner_TKR.any(1), numbers_R, -1), ranks)
     rows_R, slots_R = offsets_R1[1:] - offsets_R1[:-1], is_owner_TKR.sum((0, 1))
     layer = f"{ranks * num_local} experts in {shard.dtype}, {experts_TK.shape[1]} a token, by all-to-all"
-    numbers = row_numbers(torch.stack([rows_R, slots_R], 1), shard.detach(), group, layer)
+    *numbers, question = row_numbers(torch.stack([rows_R, slots_R], 1), shard.detach(), group, layer)
     num_rows = sum(number.shape[0] for number in numbers[:ranks])
-    return Route(first_rows(slots_N, num_rows) // ranks, positions_TR, numbers, group)
+    return Route(first_rows(slots_N, num_rows) // ranks, positions_TR, numbers, question, group)
 
 
 def _row_numbers(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> list[Tensor]:
     largest_number(0, group, layer, path_of(shard))
+    question = asked(group)
     leaving_R2 = leaving_R2.contiguous()
     arriving_R2 = torch.empty_like(leaving_R2)
     dist.all_to_all_single(arriving_R2, leaving_R2, group=process_group(group))
     leaving, arriving, slots = torch.stack([leaving_R2[:, 0], *arriving_R2.unbind(1)]).tolist()
-    return [_as_long_as(number, leaving_R2) for number in (*leaving, *arriving, sum(slots))]
+    return [*(_as_long_as(number, leaving_R2) for number in (*leaving, *arriving, sum(slots))), question]
+
+
+def _row_numbers_fake(leaving_R2: Tensor, *_: object) -> list[Tensor]:
+    numbers = [_as_long_as(number_of_data(), leaving_R2) for _ in range(2 * leaving_R2.shape[0] + 1)]
+    return [*numbers, asked_fake(leaving_R2)]
 
 
 def _as_long_as(number: Size, like: Tensor) -> Tensor:
@@ -141,9 +151,11 @@ row_numbers = register_plain_op(
     "row_numbers",
     "(Tensor leaving_R2, Tensor shard, str group, str layer) -> Tensor[]",
     _row_numbers,
-    lambda leaving_R2, *_: [_as_long_as(number_of_data(), leaving_R2) for _ in range(2 * leaving_R2.shape[0] + 1)],
+    _row_numbers_fake,
 )
 """Tensors [n]: n is how many rows leave for each rank, how many arrive from each, and how many slots arrive in all.
+
+Behind them is the number of the question that hosts asked, as ``most_tokens`` has it.
 
 They hold one element: of tensors without any, Inductor of torch 2.14 and 2.15 does not learn sizes.
 

@@ -13,7 +13,7 @@ from moeblaze_ops.ops.dispatch import used_slots
 from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
 from moeblaze_ops.ops.sharded.groups import members_of, process_group
-from moeblaze_ops.ops.sharded.host_numbers import largest_number
+from moeblaze_ops.ops.sharded.host_numbers import largest_number, questions
 from moeblaze_ops.ops.sharded.stored_layers import path_of
 
 Size = int | torch.SymInt
@@ -34,9 +34,15 @@ def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copie
         return [_functional.all_gather_into_tensor(tensor, ranks, group) for tensor in sent]
 
 
-def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str, copies: bool) -> Tensor:
-    """``start_gathers`` of x with so many rows, or with as many as a tensor has."""
-    return start_gathers([x_TD], rows if isinstance(rows, int) else rows.shape[0], ranks, group, copies)[0]
+Gathered = tuple[Tensor, Tensor | None]
+
+
+def start_gather_of_tokens(
+    x_TD: Tensor, rows: int | tuple[Tensor, Tensor], ranks: int, group: str, copies: bool
+) -> Gathered:
+    """``start_gathers`` of x with so many rows, or with what ``most_tokens`` gave, and the number of that question."""
+    most, question = (rows, None) if isinstance(rows, int) else (rows[0].shape[0], rows[1])
+    return start_gathers([x_TD], most, ranks, group, copies)[0], question
 
 
 def start_reduce_scatters(
@@ -65,6 +71,7 @@ class Gathering(NamedTuple):
     ranks: int
     group: str
     copies: bool
+    question: Tensor | None = None
 
     def start_out(self, local: list[Tensor], routing: bool = False) -> list[Tensor]:
         """Start to bring rows of tokens to the ranks of their experts, for ``arrived``; ``routing`` as for ``start_gathers``."""
@@ -88,7 +95,16 @@ class Gathering(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """What backward finds, to go the same way."""
-        return []
+        return [] if self.question is None else [self.question]
+
+    def met(self, x: Tensor, shard: Tensor) -> Tensor:
+        """``met_for_gradients`` where the hosts have met before tokens left."""
+        return x if self.question is None else met_for_gradients(x, shard, self.group, self.question)
+
+
+def met_for_gradients(x: Tensor, shard: Tensor, group: str, question: Tensor) -> Tensor:
+    """A copy of x, once all ranks go back through the call of a layer whose tokens left behind this question."""
+    return met(x, shard, group, "gradients of tokens", 0, question)
 
 
 def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing: bool) -> list[Tensor]:
@@ -126,15 +142,36 @@ def _first_of_rank(x: Tensor, num_local: int, group: str, members: list[int]) ->
     return x.new_full((), process_group(group).rank() * num_local, dtype=torch.int32)
 
 
-def _most_tokens(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> Tensor:
-    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group, layer, path_of(shard))), 0)
+def asked(group: str) -> Tensor:
+    """The number of the question that the hosts of a group have just asked each other: [], int64, on the CPU."""
+    return torch.tensor(questions(group), device="cpu")
 
 
-def _most_tokens_fake(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> Tensor:
+def asked_fake(like: Tensor) -> Tensor:
+    return like.new_empty((), dtype=torch.int64, device="cpu")
+
+
+def _most_tokens(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> tuple[Tensor, Tensor]:
+    most = largest_number(x_TD.shape[0], group, layer, path_of(shard))
+    return x_TD.new_empty(max(1, most), 0), asked(group)
+
+
+def _most_tokens_fake(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> tuple[Tensor, Tensor]:
     most = number_of_data()
     torch._check(most >= 1)
     torch._check(most >= x_TD.shape[0])
-    return x_TD.new_empty(most, 0)
+    return x_TD.new_empty(most, 0), asked_fake(x_TD)
+
+
+def _meet(shard: Tensor, group: str, layer: str, question: Tensor | None = None) -> Tensor:
+    words = layer if question is None else f"{layer} behind question {int(question)}"
+    largest_number(0, group, words, path_of(shard))
+    return shard.new_empty(0)
+
+
+def _met(x: Tensor, shard: Tensor, group: str, layer: str, number: int, question: Tensor | None = None) -> Tensor:
+    _meet(shard, group, layer, question)
+    return x.clone()
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -187,13 +224,42 @@ Raises:
 """
 
 most_tokens = register_plain_op(
-    "most_tokens", "(Tensor x_TD, Tensor? shard, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake
+    "most_tokens",
+    "(Tensor x_TD, Tensor? shard, str group, str layer) -> (Tensor, Tensor)",
+    _most_tokens,
+    _most_tokens_fake,
 )
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other.
+
+And the number of this question, [], int64, on the CPU: the same on all ranks, and of no other call.
 
 Args:
     shard: of a weight of the layer, which tells its path.
     layer: what all ranks have to ask for, in words.
+"""
+
+meet = register_plain_op(
+    "meet",
+    "(Tensor shard, str group, str layer, Tensor? question=None) -> Tensor",
+    _meet,
+    lambda shard, *_: shard.new_empty(0),
+)
+"""[0], no data. The hosts of the group wait for each other: all of them have to come to this layer, in words, and by its path.
+
+Args:
+    question: the number of an earlier one, which all of them have to come back to.
+"""
+
+met = register_plain_op(
+    "met",
+    "(Tensor x, Tensor shard, str group, str layer, int number, Tensor? question=None) -> Tensor",
+    _met,
+    lambda x, *_: torch.empty_like(x),
+)
+"""A copy of x, once the hosts have met as in ``meet``. Inductor takes x itself.
+
+Args:
+    number: tells equal meetings of a graph apart, of which AOTAutograd would make one.
 """
 
 with_rows = register_plain_op(

@@ -29,7 +29,7 @@ from moeblaze_ops.ops.sharded.by_rank import (
     goes_by_rank,
     is_long,
 )
-from moeblaze_ops.ops.sharded.collectives import first_of_rank
+from moeblaze_ops.ops.sharded.collectives import Gathered, first_of_rank
 from moeblaze_ops.ops.sharded.ways import same_way, way_of
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
@@ -57,7 +57,7 @@ class Ranks(NamedTuple):
 
 def experts_over_ranks(
     x_TD: Tensor,
-    gathered_x: Tensor | None,
+    gathered: Gathered | None,
     weights_TK: Tensor | None,
     experts_TK: Tensor,
     w_up: list[Tensor],
@@ -77,7 +77,7 @@ def experts_over_ranks(
 
     Args:
         x_TD: tokens of this rank. Shape [T, D]; T may be 0, and another one on each rank.
-        gathered_x: ``start_gathers`` of x_TD. Shape [R*M, D]. None: an all-to-all brings each token to the ranks of its experts.
+        gathered: what ``start_gather_of_tokens`` gives for x_TD. None: an all-to-all brings tokens to the ranks of their experts.
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
@@ -90,19 +90,18 @@ def experts_over_ranks(
     ranks = Ranks(members, group, copies, exact, keep, list(hosts))
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
-    return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
+    return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered, x_TD, weights_TK, *parameters)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
+    def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
         moving, ids, all_weights_TK = way_of(
-            experts_TK, weights_TK, gathered_x, x_TD, w_down[0], ranks.size, ranks.group, ranks.hosts, ranks.copies
+            experts_TK, weights_TK, gathered, x_TD, w_down[0], ranks.size, ranks.group, ranks.hosts, ranks.copies
         )
-        if gathered_x is None:
-            (gathered_x,) = moving.start_out([x_TD])
+        (gathered_x,) = moving.start_out([x_TD]) if gathered is None else gathered[:1]
         local = ids - first_of_rank(ids, num_local, ranks.group, ranks.members)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
@@ -157,10 +156,11 @@ def _gradients(
 ):  # fmt: skip
     needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
-    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
     moving = same_way(list(route), positions_TK.shape[0], x_TD.shape[0], ranks, group, hosts, copies)
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
+    offsets_E1 = moving.met(offsets_E1, w_down[0])
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     dout, *gathered = moving.start_out([dout_TD, x_TD] if needs_all_x else [dout_TD])
     all_x = moving.arrived(gathered[0]) if h_NGF is None or on_input is not None else None
     if h_NGF is not None and by_rank:

@@ -29,6 +29,8 @@ _MOMENT_S = 2.0
 
 
 class _Ways(Protocol):
+    turn: int
+
     def largest(self, mine: int, layer: str, path: str = "") -> int: ...
 
 
@@ -48,6 +50,11 @@ def largest_number(mine: int, group: str, layer: str, path: str = "") -> int:
 def prepare(group: str) -> None:
     """Find the way of numbers between the ranks of a group, all of which call this: later some may not come."""
     _way(group)
+
+
+def questions(group: str) -> int:
+    """How often the ranks of a group have told each other their numbers so far, which is the same on all of them."""
+    return _way(group).turn
 
 
 def told(mine: int, group: str) -> list[int]:
@@ -95,6 +102,8 @@ def _check_layers(layers: list[int], members: list[int], layer: str, path: str) 
 class _Alone:
     """A process that plays one rank of a group that moves nothing: the others have what it has."""
 
+    turn = 0
+
     def largest(self, mine: int, layer: str, path: str = "") -> int:
         return mine
 
@@ -106,9 +115,11 @@ class _Messages:
         self.rank, self.members = group.rank(), dist.get_process_group_ranks(group)
         self.timeout_s = timeout_of(group).total_seconds()
         self._group = weakref.ref(group)
+        self.turn = 0
         self._failure: str | None = None
 
     def largest(self, mine: int, layer: str, path: str = "") -> int:
+        self.turn += 1
         numbers, layers = self.exchange(mine, _of_layer(layer, path)).unbind(1)
         _check_layers(layers.tolist(), self.members, layer, path)
         return int(numbers.max())
@@ -156,16 +167,16 @@ class _Board:
     def __init__(self, file, memory: mmap.mmap, messages: _Messages) -> None:
         self._file, self._words = file, memoryview(memory).cast("q")
         self._rank, self._members, self._timeout_s = messages.rank, messages.members, messages.timeout_s
-        self._turn = 0
+        self.turn = 0
         self._failure: str | None = None
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
 
     def largest(self, mine: int, layer: str, path: str = "") -> int:
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        self._turn += 1
-        ranks, turn = len(self._members), self._turn % (1 << _TURN_BITS)
-        first = self._turn % 2 * ranks
+        self.turn += 1
+        ranks, turn = len(self._members), self.turn % (1 << _TURN_BITS)
+        first = self.turn % 2 * ranks
         asked = _of_layer(layer, path) << _TURN_BITS | turn
         self._words[first + self._rank] = asked << _NUMBER_BITS | mine
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
-from moeblaze_ops.ops.sharded.collectives import Gathering, Size, first_of_rank, most_tokens
+from moeblaze_ops.ops.sharded.collectives import Gathered, Gathering, Size, first_of_rank, most_tokens
 from moeblaze_ops.ops.sharded.groups import members_of
 
 
@@ -44,6 +44,9 @@ class Relay(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [*self.between.tensors(), *self.within.tensors()]
 
+    def met(self, x: Tensor, shard: Tensor) -> Tensor:
+        return self.within.met(self.between.met(x, shard), shard)
+
 
 Way = Gathering | Route | Relay
 
@@ -51,7 +54,7 @@ Way = Gathering | Route | Relay
 def way_of(
     experts_TK: Tensor,
     weights_TK: Tensor | None,
-    gathered_x: Tensor | None,
+    gathered: Gathered | None,
     x_TD: Tensor,
     shard: Tensor,
     ranks: int,
@@ -60,8 +63,9 @@ def way_of(
     copies: bool,
 ) -> tuple[Way, Tensor, Tensor | None]:
     """A way of tokens, and the expert ids and routing weights of what arrives on it: ids over all ranks, -1 of rows behind."""
-    if gathered_x is not None:
-        way: Way = Gathering(gathered_x.shape[0] // ranks, x_TD.shape[0], ranks, group, copies)
+    if gathered is not None:
+        everyone, question = gathered
+        way: Way = Gathering(everyone.shape[0] // ranks, x_TD.shape[0], ranks, group, copies, question)
     elif not hosts:
         way = route_to_ranks(experts_TK, shard, group)
     else:
@@ -75,11 +79,13 @@ def same_way(
     """The way that gave ``tensors()``, by which ``num_tokens`` tokens of this rank leave and ``rows`` rows arrive at it."""
     if hosts:
         between, within = hosts
-        last = 2 * len(members_of(between)) + 3
+        last = 2 * len(members_of(between)) + 4
         first_leg = Route.of(tensors[:last], between)
         second_leg = same_way(tensors[last:], rows, first_leg.num_arriving, len(members_of(within)), within, [], False)
         return Relay(first_leg, second_leg)
-    return Route.of(tensors, group) if tensors else Gathering(rows // ranks, num_tokens, ranks, group, copies)
+    if len(tensors) > 1:
+        return Route.of(tensors, group)
+    return Gathering(rows // ranks, num_tokens, ranks, group, copies, *tensors)
 
 
 def _relay(experts_TK: Tensor, weights_TK: Tensor | None, shard: Tensor, between: str, within: str) -> tuple:
@@ -91,8 +97,8 @@ def _relay(experts_TK: Tensor, weights_TK: Tensor | None, shard: Tensor, between
         second_leg: Gathering | Route = route_to_ranks(ids, shard, within, first_rank=first)
     else:
         layer = f"{shard.shape[0] * per_host} experts of a host, {K} a token"
-        rows = most_tokens(ids, shard.detach(), within, layer).shape[0]
-        second_leg = Gathering(rows, ids.shape[0], per_host, within, False)
+        most, question = most_tokens(ids, shard.detach(), within, layer)
+        second_leg = Gathering(most.shape[0], ids.shape[0], per_host, within, False, question)
     return Relay(first_leg, second_leg), *_routing_of_all(ids, weights, second_leg)
 
 
