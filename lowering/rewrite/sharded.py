@@ -209,7 +209,8 @@ def join_gathers(graph: fx.Graph) -> None:
         call = dtensor_call(node)
         if call is None or any(inplace_name(user) is not None for user in node.args[0].users):
             continue
-        same = first.setdefault((node.args[0], call[0], repr(sorted(call[1].items())), call_of_layer(node)), node)
+        of_layer = node.meta["call_of_layer"] = call_of_layer(node)  # for the node's form
+        same = first.setdefault((node.args[0], call[0], repr(sorted(call[1].items())), of_layer), node)
         if same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)

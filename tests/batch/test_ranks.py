@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.batch import rank_cases
 from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.skipif(
@@ -45,3 +46,33 @@ def check(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "ranks"), [("module", 2), ("module", 4), ("loop", 2)])
 def test_ranks_change_no_bit(kind, ranks, tmp_path):
     assert_passed(run_checks({kind: functools.partial(check, kind)}, ranks, str(tmp_path))[kind])
+
+
+SEED = range(1, 2)
+"""Of a layer with three experts a token."""
+
+
+def check_that_moving_tokens_is_caught() -> None:
+    """Tokens of a proven layer move although ``config.batch_invariant`` is set: each rank rounds its part of a token's sum."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from moeblaze_ops import config
+    from moeblaze_ops.lowering.rewrite import sharded
+
+    moved = mock.patch.object(sharded, "config", SimpleNamespace(**config.snapshot() | {"batch_invariant": False}))
+    with moved, pytest.raises(AssertionError, match="rows that differ"):
+        rank_cases.check("written", SEED, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_batches_on_ranks_change_no_bit(ranks, tmp_path):
+    """As many as seconds allow: ``tests/batch/rank_cases.py`` takes a number."""
+    layers = {"eager": range(6), "compiled": range(1), "written": SEED}
+    checks = {kind: functools.partial(rank_cases.check, kind, seeds, 2) for kind, seeds in layers.items()}
+    if ranks == 4:
+        del checks["written"]
+    else:
+        checks["caught"] = check_that_moving_tokens_is_caught
+    for outcomes in run_checks(checks, ranks, str(tmp_path)).values():
+        assert_passed(outcomes)
