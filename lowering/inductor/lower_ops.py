@@ -32,6 +32,7 @@ from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.all_to_all import row_numbers
+from moeblaze_ops.ops.sharded.apart import apart
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
 from moeblaze_ops.ops.sharded.collectives import gather_rows, meet, met, most_tokens, sum_parts
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
@@ -46,6 +47,7 @@ def register_lowerings() -> None:
     talk = (most_tokens, row_numbers, meet, met, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
     inductor.keep_order_of_talk(talk)
     inductor.register_lowering(met, _lower_met)
+    inductor.register_lowering(apart, lambda x, number: x)
     inductor.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     inductor.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     inductor.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
@@ -72,7 +74,7 @@ def register_lowerings() -> None:
     inductor.register_lowering(in_place, inductor.fallback(in_place))
 
 
-def _lower_met(x: Any, shard: Any, group: str, layer: str, number: int, question: Any = None) -> Any:
+def _lower_met(x: Any, shard: Any, group: str, layer: str, question: Any = None) -> Any:
     """The hosts meet, and x is read as it is. A CUDA graph has no hosts in it."""
     if not inductor.makes_cuda_graphs():
         inductor.for_its_effect(meet)(shard, group, layer, question)

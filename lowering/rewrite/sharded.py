@@ -9,7 +9,6 @@ that is what experts compute that see the tokens of all ranks. Accepted and refu
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -26,6 +25,7 @@ from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.torch_internals.callers import call_of_layer, places
 from moeblaze_ops.ops.sharded import gathered_weights
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all, moe_over_ranks
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
@@ -195,7 +195,7 @@ def _most_tokens(first: Inserter, x_TD: fx.Node, sharded: ShardedWeights, layer:
     shard = first.call(local_shard, stored) if stored.op == "placeholder" else None
     with x.fake_mode:
         value = x.new_empty(x.shape[0], 0), torch.empty((), dtype=torch.int64)
-    return first.given(value, most_tokens, x_TD, shard, sharded.group, layer)
+    return first.given(value, most_tokens, first.given(x.detach(), told_apart, x_TD), shard, sharded.group, layer)
 
 
 def join_gathers(graph: fx.Graph) -> None:
@@ -225,7 +225,6 @@ def drop_unread_gathers(graph: fx.Graph) -> None:
 
 def meet_before_gathers(graph: fx.Graph) -> None:
     """Let the hosts meet before weights travel that ``shard_experts`` stores: a rank whose tokens move instead is named."""
-    gathers: Counter[fx.Node] = Counter()
     for node in list(graph.nodes):
         source = _gathered_from(node) if _is_call(node, "to_local") else None
         if source is None or not any(file == gathered_weights.__file__ for file, *_ in places(node)):
@@ -233,8 +232,7 @@ def meet_before_gathers(graph: fx.Graph) -> None:
         stored, whole = fake_of(source), node.args[0]
         mesh, words = stored.device_mesh, f"a weight {list(stored.shape)} that moves"
         node.op, node.target, node.kwargs = "call_function", gathered_weights.met_and_gathered, {}
-        node.args = source, mesh.size(), mesh.get_group().group_name, words, gathers[source]
-        gathers[source] += 1
+        node.args = source, mesh.size(), mesh.get_group().group_name, words
         whole.append(node)  # where ranks would have talked: tokens of a later layer may leave from there on
         if not whole.users:
             graph.erase_node(whole)

@@ -1,6 +1,7 @@
 """The order of the code that Inductor generates for layers whose tokens move. One process plays a rank of two."""
 
 import re
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -331,36 +332,77 @@ class Repeated(nn.Module):
         return x, y + checkpoint(self.layers[2], y, use_reentrant=False)
 
 
+TALK = ("_c10d_functional", "row_numbers", "moeblaze.met.", "most_tokens", "experts_over_ranks")
+
+
+def talk_of(model: nn.Module, partition, *inputs: torch.Tensor, dynamic: bool | None = None) -> list[list[str]]:
+    """What ranks tell each other in the graphs of forward and backward that AOTAutograd hands to a backend."""
+    graphs: list[list[str]] = []
+
+    def compiler(gm, example_inputs):
+        graphs.append([str(node.target) for node in gm.graph.nodes if any(word in str(node.target) for word in TALK)])
+        return make_boxed_func(gm.forward)
+
+    compile_both = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+
+    def backend(gm, example_inputs):
+        _switch.rewrite(gm)
+        return compile_both(gm, example_inputs)
+
+    torch._dynamo.reset()
+    with _switch.rewriting(backend):
+        sum(out.sum() for out in torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)).backward()
+    return graphs
+
+
 @pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
 def test_what_backward_repeats_does_not_follow_from_sizes(partition, group):
     """Nor with a backend that is not Inductor: every rank exchanges the same then."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
-    repeated: list[list[str]] = []
-
-    def backward(gm, example_inputs):
-        talk = ("_c10d_functional", "most_tokens", "experts_over_ranks")
-        repeated.append([str(node.target) for node in gm.graph.nodes if any(word in str(node.target) for word in talk)])
-        return make_boxed_func(gm.forward)
-
-    compile_both = aot_autograd(
-        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward, partition_fn=partition
-    )
-
-    def backend(gm, example_inputs):
-        _switch.rewrite(gm)
-        return compile_both(gm, example_inputs)
-
     model = Repeated()
     shard_experts(model, harness.axis())
-    for counts in ((2, 5), (0, 5)):
-        torch._dynamo.reset()
-        inputs = [torch.randn(count, zoo.D, requires_grad=True) for count in counts]
-        with _switch.rewriting(backend):
-            sum(out.sum() for out in torch.compile(model, backend=backend, dynamic=True)(*inputs)).backward()
-    of_some, of_none = repeated
+    of_some, of_none = (
+        talk_of(model, partition, *(torch.randn(count, zoo.D, requires_grad=True) for count in counts), dynamic=True)[1]
+        for counts in ((2, 5), (0, 5))
+    )
     assert of_some == of_none and "moeblaze.experts_over_ranks_backward.default" in of_some
+
+
+class Times(nn.Module):
+    """A layer that is called so often with the same tokens."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.layer, self.calls = zoo.stacked("dense_einsum"), calls
+
+    def forward(self, x):
+        return [(i + 1) * self.layer(x) for i in range(self.calls)]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"tokens_per_rank": 8}, {"exchange": "all_gather"}, {"exchange": "all_to_all"}, {"experts_move": "weights"}],
+    ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),
+)
+def test_equal_calls_talk_as_often_as_they_are(setting, group, monkeypatch):
+    """A compiler computes equal nodes once; a rank whose graph ends between them does not, nor one where they are not equal."""
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    for name, value in setting.items():
+        monkeypatch.setattr(config, name, value)
+    counted = []
+    with mock.patch.object(dist, "all_to_all_single", as_many_come):
+        for calls in (1, 2):
+            model = Times(calls)
+            shard_experts(model, harness.axis())
+            graphs = talk_of(model, min_cut_rematerialization_partition, torch.randn(8, zoo.D, requires_grad=True))
+            counted.append([Counter(talk) for talk in graphs])
+    once, twice = counted
+    assert all(once) and twice == [of_graph + of_graph for of_graph in once]
 
 
 def test_one_process_plays_a_rank(group):

@@ -160,7 +160,7 @@ def test_there_is_a_call_of_every_operator():
         name.removeprefix("moeblaze::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")
     ]
     of_ranks = {"any_number", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "most_tokens", "settled", "sized"}
-    of_ranks |= {"arrived", "meet", "met", "row_numbers", "sum_parts", "sum_rows", "used_slots", "with_rows"}
+    of_ranks |= {"apart", "arrived", "meet", "met", "row_numbers", "sum_parts", "sum_rows", "used_slots", "with_rows"}
     of_ranks |= {"expert_mlp_by_rank", "expert_down_backward_by_rank", "expert_up_backward_by_rank"}
     called_by_generated_code_alone = {"expert_weight_grad_or_add"}
     assert set(registered) - of_ranks - called_by_generated_code_alone == set(arguments())  # of_ranks: see tests/distributed

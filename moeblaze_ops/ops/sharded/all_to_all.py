@@ -18,6 +18,7 @@ from torch import Tensor
 from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.collectives import Size, asked, asked_fake, first_rows, met_for_gradients
 from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
@@ -100,7 +101,7 @@ def route_to_ranks(
     slots_N, offsets_R1, positions_TR, _ = dispatch(torch.where(is_owner_TKR.any(1), numbers_R, -1), ranks)
     rows_R, slots_R = offsets_R1[1:] - offsets_R1[:-1], is_owner_TKR.sum((0, 1))
     layer = f"{ranks * num_local} experts in {shard.dtype}, {experts_TK.shape[1]} a token, by all-to-all"
-    *numbers, question = row_numbers(torch.stack([rows_R, slots_R], 1), shard.detach(), group, layer)
+    *numbers, question = row_numbers(told_apart(torch.stack([rows_R, slots_R], 1)), shard.detach(), group, layer)
     num_rows = sum(number.shape[0] for number in numbers[:ranks])
     return Route(first_rows(slots_N, num_rows) // ranks, positions_TR, numbers, question, group)
 

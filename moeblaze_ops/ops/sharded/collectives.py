@@ -12,6 +12,7 @@ from torch import Tensor
 from moeblaze_ops.ops.dispatch import used_slots
 from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number, questions
 from moeblaze_ops.ops.sharded.stored_layers import path_of
@@ -27,7 +28,7 @@ def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copie
     The results are for ``wait``, and have no gradient. ``routing``: rows behind are -1 with copies too, or 0 of floating dtypes.
     """
     with torch.no_grad():
-        sent = [tensor.detach() for tensor in local]
+        sent = [told_apart(tensor) for tensor in local]
         if copies:
             return gather_rows([tensor.contiguous() for tensor in sent], rows, ranks, group, routing)
         sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
@@ -104,7 +105,7 @@ class Gathering(NamedTuple):
 
 def met_for_gradients(x: Tensor, shard: Tensor, group: str, question: Tensor) -> Tensor:
     """A copy of x, once all ranks go back through the call of a layer whose tokens left behind this question."""
-    return met(x, shard, group, "gradients of tokens", 0, question)
+    return met(x, shard, group, "gradients of tokens", question)
 
 
 def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing: bool) -> list[Tensor]:
@@ -169,7 +170,7 @@ def _meet(shard: Tensor, group: str, layer: str, question: Tensor | None = None)
     return shard.new_empty(0)
 
 
-def _met(x: Tensor, shard: Tensor, group: str, layer: str, number: int, question: Tensor | None = None) -> Tensor:
+def _met(x: Tensor, shard: Tensor, group: str, layer: str, question: Tensor | None = None) -> Tensor:
     _meet(shard, group, layer, question)
     return x.clone()
 
@@ -252,15 +253,11 @@ Args:
 
 met = register_plain_op(
     "met",
-    "(Tensor x, Tensor shard, str group, str layer, int number, Tensor? question=None) -> Tensor",
+    "(Tensor x, Tensor shard, str group, str layer, Tensor? question=None) -> Tensor",
     _met,
     lambda x, *_: torch.empty_like(x),
 )
-"""A copy of x, once the hosts have met as in ``meet``. Inductor takes x itself.
-
-Args:
-    number: tells equal meetings of a graph apart, of which AOTAutograd would make one.
-"""
+"""A copy of x, once the hosts have met as in ``meet``. Inductor takes x itself."""
 
 with_rows = register_plain_op(
     "with_rows",

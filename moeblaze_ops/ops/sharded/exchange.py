@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from moeblaze_ops import config
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
@@ -97,7 +98,7 @@ def moe_over_ranks(
         gathered = None
         if not all_to_all:
             layer = f"{w_down[0].shape[0] * len(members)} experts for tokens in {x_TD.dtype}, {experts_TK.shape[1]} a token"
-            most = rows or most_tokens(x_TD.detach(), None, group, f"{layer}, by {'copies' if copies else 'collectives'}")
+            most = rows or most_tokens(told_apart(x_TD), None, group, f"{layer}, by {'copies' if copies else 'collectives'}")
             gathered = start_gather_of_tokens(x_TD, most, len(members), group, copies)
         keep = keep if torch.is_grad_enabled() else "input"
         parameters = (w_up, b_up, w_down, b_down)

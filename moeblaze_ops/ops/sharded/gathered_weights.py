@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.collectives import meet, met, start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.host_numbers import largest_number, questions
 from moeblaze_ops.ops.sharded.stored_layers import path_of
@@ -19,47 +20,43 @@ def whole_of(stored: DTensor) -> Tensor:
     return stored.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def met_and_gathered(stored: DTensor, ranks: int, group: str, layer: str, number: int) -> Tensor:
-    """``whole_of`` a parameter on one mesh axis, behind a meeting of the hosts; what it becomes in a graph.
-
-    Args:
-        number: of the gathers of a parameter in a graph.
-    """
-    return _Gathered.apply(group, ranks, layer, number, stored.to_local())[0]
+def met_and_gathered(stored: DTensor, ranks: int, group: str, layer: str) -> Tensor:
+    """``whole_of`` a parameter on one mesh axis, behind a meeting of the hosts; what it becomes in a graph."""
+    return _Gathered.apply(group, ranks, layer, False, stored.to_local())[0]
 
 
 def gathered(shards: list[Tensor], ranks: int, group: str) -> tuple[Tensor, ...]:
     """Shards of all ranks, behind one meeting of the hosts; the gradient is the sum over the ranks, zeros where none is read."""
     layer = "weights that move together"
     meet(shards[0].detach(), group, layer)
-    return _Gathered.apply(group, ranks, f"{layer} behind question {questions(group)}", None, *shards)
+    return _Gathered.apply(group, ranks, f"{layer} behind question {questions(group)}", True, *shards)
 
 
 class _Gathered(torch.autograd.Function):
-    """The hosts meet for each tensor that travels; where ``number`` is None once for all, which forward's caller does."""
+    """The hosts meet for each tensor that travels; where they travel ``together`` once for all, which forward's caller does."""
 
     @staticmethod
-    def forward(ctx, group: str, ranks: int, layer: str, number: int | None, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.settings = group, ranks, layer, number
+    def forward(ctx, group: str, ranks: int, layer: str, together: bool, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.settings = group, ranks, layer, together
         sent = list(shards)
-        if number is None:
+        if together:
             ctx.path = path_of(shards[0])
         else:
             ctx.save_for_backward(*shards)
-            sent = [met(shard, shard, group, layer, number) for shard in shards]
+            sent = [met(told_apart(shard), shard, group, layer) for shard in shards]
         started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in sent]
         return tuple(wait(whole, copies=False) for (whole,) in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple:
-        group, ranks, layer, number = ctx.settings
+        group, ranks, layer, together = ctx.settings
         needs, layer, sent = ctx.needs_input_grad[4:], f"gradients of {layer}", list(gradients)
-        if number is None:
+        if together:
             largest_number(0, group, layer, ctx.path)
         else:
             pairs = zip(gradients, ctx.saved_tensors, strict=True)
-            sent = [met(gradient, shard, group, layer, number) for gradient, shard in pairs]
+            sent = [met(told_apart(gradient), shard, group, layer) for gradient, shard in pairs]
         needed = [gradient for need, gradient in zip(needs, sent, strict=True) if need]
         sums = (wait(each, copies=False) for each in start_reduce_scatters(needed, ranks, group, copies=False))
         return None, None, None, None, *(next(sums) if need else None for need in needs)

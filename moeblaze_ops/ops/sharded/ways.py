@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
+from moeblaze_ops.ops.sharded.apart import told_apart
 from moeblaze_ops.ops.sharded.collectives import Gathered, Gathering, Size, first_of_rank, most_tokens
 from moeblaze_ops.ops.sharded.groups import members_of
 
@@ -97,7 +98,7 @@ def _relay(experts_TK: Tensor, weights_TK: Tensor | None, shard: Tensor, between
         second_leg: Gathering | Route = route_to_ranks(ids, shard, within, first_rank=first)
     else:
         layer = f"{shard.shape[0] * per_host} experts of a host, {K} a token"
-        most, question = most_tokens(ids, shard.detach(), within, layer)
+        most, question = most_tokens(told_apart(ids), shard.detach(), within, layer)
         second_leg = Gathering(most.shape[0], ids.shape[0], per_host, within, False, question)
     return Relay(first_leg, second_leg), *_routing_of_all(ids, weights, second_leg)
 

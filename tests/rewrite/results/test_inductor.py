@@ -281,7 +281,7 @@ CALLED = {
 }  # fmt: skip
 """Ops with a loop whose length only the running program knows, and ops that write into an argument or may."""
 ACROSS_RANKS = {
-    "any_number", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "meet", "met", "most_tokens",
+    "any_number", "apart", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "meet", "met", "most_tokens",
     "row_numbers", "settled", "sized", "sum_parts", "used_slots", "with_rows",
     "expert_mlp_by_rank", "expert_down_backward_by_rank", "expert_up_backward_by_rank",
 }  # fmt: skip
