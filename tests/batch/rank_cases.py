@@ -103,11 +103,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--cases", type=int, default=5)
     arguments = parser.parse_args()
-    checks = {kind: functools.partial(check, kind, range(arguments.layers), arguments.cases) for kind in KINDS}
+    checks = {
+        f"{kind} {seed}": functools.partial(check, kind, range(seed, seed + 1), arguments.cases)
+        for kind in KINDS
+        for seed in range(arguments.layers)
+    }
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_checks(checks, arguments.ranks, folder)
-    for kind, of_ranks in outcomes.items():
-        print(kind, *(outcome.splitlines()[-1] for outcome in of_ranks))
+    for name, of_ranks in outcomes.items():
+        print(name, *(outcome.splitlines()[-1] for outcome in of_ranks))
     sys.exit(any(outcome != "passed" for of_ranks in outcomes.values() for outcome in of_ranks))
 
 

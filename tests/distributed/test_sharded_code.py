@@ -218,6 +218,7 @@ def test_the_routers_product_is_added_in_place(group, copies):
 
 def test_all_to_all_runs_beside_products(group):
     forward, backward = generated(group, copies=False, exact=True, all_to_all=True)
+    assert backward.index("moeblaze.meet.default(") < backward.index("all_to_all_single.default(")
     assert order(forward) == [
         "start all_to_all_single 0",
         "wait all_to_all_single 0",
