@@ -48,7 +48,7 @@ TIERS = {
     "system": "slow",
     "system/test_distributed.py": "ranks",
     "system/test_export.py": "export",
-    "system/test_known_failures_of_ranks.py": "ranks",
+    "system/reported/test_known_failures_of_ranks.py": "ranks",
 }
 
 

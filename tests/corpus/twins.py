@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tests.corpus.changed import changed
 from tests.corpus.zoo import catalogue as zoo
+from tests.corpus.zoo.changed import changed
 
 TWINS = {
     "masked_sum": ("ids == e", "ids >= e"),

@@ -6,7 +6,7 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.changed import all_changed
+from tests.corpus.zoo.changed import all_changed
 
 # Guards.
 

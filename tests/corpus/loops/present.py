@@ -6,7 +6,7 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.changed import changed
+from tests.corpus.zoo.changed import changed
 
 
 def unique_numbers(self, x, weights, ids):

@@ -2,8 +2,8 @@
 
 import torch
 
-from tests.corpus.changed import all_changed
 from tests.corpus.loops.split import run_expert, sorted_by_expert  # noqa: F401
+from tests.corpus.zoo.changed import all_changed
 
 
 def in_turn(self, x, weights, ids):

@@ -9,7 +9,7 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.changed import all_changed
+from tests.corpus.zoo.changed import all_changed
 
 
 def _flat(ids):

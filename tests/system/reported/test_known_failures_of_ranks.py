@@ -16,7 +16,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.distributed import clip_grad_norm_
-from tests.system.test_known_failures import THREADS, D, E, K, Masked, Stacked, T, reported
+from tests.system.reported.test_known_failures import THREADS, D, E, K, Masked, Stacked, T, reported
 from tests.tools import sharded_layers
 from tests.tools.documents import ROOT
 from tests.tools.ranks import assert_passed, run_checks
