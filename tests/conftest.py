@@ -48,6 +48,7 @@ TIERS = {
     "system": "slow",
     "system/test_distributed.py": "ranks",
     "system/test_export.py": "export",
+    "system/reported/test_known_failures_of_ranks.py": "ranks",
 }
 
 

@@ -354,7 +354,7 @@ def test_explain_says_what_an_expert_changes(capsys):
 
 
 def test_explain_says_that_ids_may_name_no_expert(capsys):
-    explanation = moeblaze_ops.explain(make_layer(present.minus_one_is_the_last), torch.randn(T, zoo.D))
+    explanation = moeblaze_ops.explain(make_layer(present.TWINS["minus_one_is_the_last"]), torch.randn(T, zoo.D))
     assert any("a loop goes over numbers that may be those of no experts" in note for note in explanation.notes)
 
 

@@ -18,7 +18,7 @@ from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 T = guarded.T
-CAPTURED = (*handed.HANDED, lookalikes.changes_the_counts, lookalikes.one_expert_less)
+CAPTURED = (*handed.HANDED, *lookalikes.IN_NUMBERS.values())
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["free", "fullgraph"])

@@ -171,5 +171,5 @@ def test_explain_says_what_was_done():
 
 
 def test_explain_says_why_a_loop_stays():
-    explanation = moeblaze_ops.explain(make_layer(lookalikes.reads_a_count), torch.randn(T, zoo.D))
+    explanation = moeblaze_ops.explain(make_layer(lookalikes.TWINS["reads_a_count"]), torch.randn(T, zoo.D))
     assert "ROUTING" in str(explanation) and "scale[start:end] * count" in str(explanation)

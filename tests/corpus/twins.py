@@ -4,13 +4,12 @@
 now compute, and the others are left alone.
 """
 
-import inspect
-import sys
 from collections.abc import Callable
 
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
+from tests.corpus.zoo.changed import changed
 
 TWINS = {
     "masked_sum": ("ids == e", "ids >= e"),
@@ -90,13 +89,7 @@ MIXTURES = {"dense_cat", "dense_einsum"}
 
 
 def _twin(function: Callable) -> Callable:
-    old, new = TWINS[function.__name__]
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{function.__name__}: {source.count(old)} times {old!r}"
-    names: dict = {}
-    code = compile(source.replace(old, new), f"<twin of {function.__name__}>", "exec")
-    exec(code, vars(sys.modules[function.__module__]), names)
-    return names[function.__name__]
+    return changed(function, TWINS[function.__name__])
 
 
 def build(name: str) -> nn.Module:

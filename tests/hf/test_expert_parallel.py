@@ -65,16 +65,15 @@ def check(
     folder: str,
     layout: dict[str, int],
     implementation: str = "moeblaze",
-    prepare=lambda model: None,
-    prepare_both=lambda model: None,
+    prepare=lambda model, one: None,
 ) -> None:
-    """Two steps without an optimizer."""
+    """Two steps without an optimizer; ``prepare`` is given the sharded model and the one of one process."""
     torch.set_default_dtype(torch.float32)
     from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
     load = functools.partial(from_pretrained, f"{folder}/{kind}", experts_implementation="eager")
     layout = DistributedConfig(**layout, ep_implementation=implementation)
     model, one = load(distributed_config=layout), load()
-    prepare(model), prepare_both(model), prepare_both(one)
+    prepare(model, one)
     batches = [tokens_of(batch) for batch in range(layout.fsdp_size)]
     own = batches[dist.get_rank() // layout.tp_size]
     for _ in range(2):
@@ -98,7 +97,7 @@ def check_compiled(folder: str, backend: str) -> None:
         graphs.append(gm.code)
         return lookup_backend(backend)(gm, inputs)
 
-    def compile_blocks(model: torch.nn.Module) -> None:
+    def compile_blocks(model: torch.nn.Module, one: torch.nn.Module) -> None:
         for layer in model.model.layers:
             layer.mlp.compile(backend=compiled)
 
@@ -109,15 +108,16 @@ def check_compiled(folder: str, backend: str) -> None:
 def check_as_others_fail(folder: str) -> None:
     """Memory is NaN until it is written, layers are checkpointed, a loss keeps balance, and no token goes to the last rank."""
 
-    def prepare(model: torch.nn.Module) -> None:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-        for layer in model.model.layers:
-            layer.mlp.gate.register_forward_hook(lambda gate, args, results: (*results[:-1], results[-1] % 4))
+    def prepare(*models: torch.nn.Module) -> None:
+        for model in models:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+            model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+            for layer in model.model.layers:
+                layer.mlp.gate.register_forward_hook(lambda gate, args, results: (*results[:-1], results[-1] % 4))
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        check("qwen3_moe", folder, OF_TWO["own tokens"], prepare_both=prepare)
+        check("qwen3_moe", folder, OF_TWO["own tokens"], prepare=prepare)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -131,7 +131,7 @@ def check_all_to_all(folder: str) -> None:
 def check_unknown_experts(folder: str) -> None:
     """A gate that is no pointwise function goes transformers' way, and that is said."""
 
-    def replace_gate(model: torch.nn.Module) -> None:
+    def replace_gate(model: torch.nn.Module, one: torch.nn.Module) -> None:
         for layer in model.model.layers:
             layer.mlp.experts._apply_gate = type(layer.mlp.experts)._apply_gate.__get__(layer.mlp.experts)
 

@@ -6,6 +6,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import all_changed
+
 # Guards.
 
 
@@ -223,29 +225,6 @@ GUARDED = (
 # Near misses: what is skipped is not nothing, or the condition says something else.
 
 
-def else_branch(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        if mask.any():
-            token, slot = torch.where(mask)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            out = out + 1.0
-    return out
-
-
-def bias_to_all_rows(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            continue
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        out += 0.5
-    return out
-
-
 def counts_experts(self, x, weights, ids):
     out, used = torch.zeros_like(x), 0
     for e, expert in enumerate(self.experts):
@@ -255,156 +234,6 @@ def counts_experts(self, x, weights, ids):
         out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
         used += 1
     return out * used
-
-
-def counts_on_the_module(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            continue
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        self.calls += 1
-    return out
-
-
-def breaks(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            break
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def reads_the_count(self, x, weights, ids):
-    out, total = torch.zeros_like(x), 0
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        count = int(mask.sum())
-        if count > 0:
-            token, slot = torch.where(mask)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-            total += count * (e + 1)
-    return out * total
-
-
-def other_mask(self, x, weights, ids):
-    """The condition is about the next expert."""
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        if (ids == e + 1).any():
-            token, slot = torch.where(mask)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def more_than_two(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 2:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def any_of_indices(self, x, weights, ids):
-    """False for token 0 alone, which is not nothing."""
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.any():
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def keeps_the_last(self, x, weights, ids):
-    out, last = torch.zeros_like(x), x.sum()
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            continue
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        last = x.mean() * e
-    return out + last
-
-
-def changes_the_mask(self, x, weights, ids):
-    """The mask that is asked is not the one that selected."""
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        token, slot = torch.where(mask)
-        mask.logical_and_(ids > 0)
-        if mask.any():
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def collects(self, x, weights, ids):
-    out, seen = torch.zeros_like(x), []
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            continue
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        seen.append(e)
-    return out * len(seen)
-
-
-def next_of_an_iterator(self, x, weights, ids):
-    out, experts = torch.zeros_like(x), iter(self.experts)
-    for e in range(len(self.experts)):
-        token, slot = torch.where(ids == e)
-        if token.numel() == 0:
-            continue
-        expert = next(experts)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def hit_counted(self, x, weights, ids):
-    out, hits = torch.zeros_like(x), 0
-    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
-    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
-        slot, token = torch.where(mask[e[0]])
-        out.index_add_(0, token, self.experts[e[0]](x[token]) * weights[token, slot, None])
-        hits = hits + 1
-    return out * hits
-
-
-def hit_more_than_once(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
-    for e in torch.greater(mask.sum(dim=(-1, -2)), 1).nonzero():
-        e = e[0]
-        slot, token = torch.where(mask[e])
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def hit_then_break(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
-    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
-        e = e[0]
-        if e == 2:
-            break
-        slot, token = torch.where(mask[e])
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def hit_as_number(self, x, weights, ids):
-    """The variable is part of the result, as a tensor."""
-    out = torch.zeros_like(x)
-    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
-    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
-        slot, token = torch.where(mask[e[0]])
-        out.index_add_(0, token, self.experts[e[0]](x[token]) * weights[token, slot, None] * (e + 1))
-    return out
 
 
 def collects_in_an_expression(self, x, weights, ids):
@@ -419,33 +248,70 @@ def collects_in_an_expression(self, x, weights, ids):
     return out * len(seen)
 
 
-def a_sum_is_there_without_rows(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        slots = torch.where(ids.flatten() == e)[0]
-        if slots.numel() == 0:
-            continue
-        token = slots // ids.shape[1]
-        out.index_add_(0, token, expert(x[token]) * weights.flatten()[slots, None])
-        out.index_add_(0, (slots.sum() % x.shape[0]).view(1), torch.ones_like(x[:1]))
-    return out
-
-
-def a_longer_list(self, x, weights, ids):
-    """Sums of lists are longer than both."""
+def _skipped(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
         token, slot = torch.where(ids == e)
         if token.numel() == 0:
             continue
         out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        out[token.tolist() + [0]] += 1
     return out
 
 
-NEAR_MISSES = (
-    a_sum_is_there_without_rows, a_longer_list,
-    else_branch, bias_to_all_rows, counts_experts, counts_on_the_module, breaks, reads_the_count, other_mask, more_than_two,
-    any_of_indices, keeps_the_last, changes_the_mask, collects, hit_counted, hit_more_than_once, hit_then_break, hit_as_number,
-    next_of_an_iterator,
-)  # fmt: skip
+def _hit(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        e = e[0]
+        slot, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+_BEGIN = "out = torch.zeros_like(x)\n"
+_NO_ROWS = "if token.numel() == 0:\n            continue\n"
+_IF_ANY = "        if mask.any():\n            token, slot = torch.where(mask)\n"
+_RETURN = "    return out"
+_CHANGES = {
+    "else_branch": (if_any, (_RETURN, "        else:\n            out = out + 1.0\n    return out")),
+    "other_mask": (if_any, ("if mask.any()", "if (ids == e + 1).any()")),  # the condition is about the next expert
+    "changes_the_mask": (  # the mask that is asked is not the one that selected
+        if_any,
+        (_IF_ANY, "        token, slot = torch.where(mask)\n        mask.logical_and_(ids > 0)\n        if mask.any():\n"),
+    ),
+    "reads_the_count": (
+        if_any, (_BEGIN, "out, total = torch.zeros_like(x), 0\n"),
+        ("if mask.any()", "count = int(mask.sum())\n        if count > 0"),
+        (_RETURN, "            total += count * (e + 1)\n    return out * total"),
+    ),
+    "bias_to_all_rows": (_skipped, (_RETURN, "        out += 0.5\n    return out")),
+    "counts_on_the_module": (_skipped, (_RETURN, "        self.calls += 1\n    return out")),
+    "breaks": (_skipped, ("continue", "break")),
+    "more_than_two": (_skipped, (_NO_ROWS, "if token.numel() > 2:\n    ")),
+    "any_of_indices": (_skipped, (_NO_ROWS, "if token.any():\n    ")),  # false for token 0 alone, which is not nothing
+    "keeps_the_last": (
+        _skipped, (_BEGIN, "out, last = torch.zeros_like(x), x.sum()\n"),
+        (_RETURN, "        last = x.mean() * e\n    return out + last"),
+    ),
+    "collects": (
+        _skipped, (_BEGIN, "out, seen = torch.zeros_like(x), []\n"),
+        (_RETURN, "        seen.append(e)\n    return out * len(seen)"),
+    ),
+    "next_of_an_iterator": (
+        _skipped, (_BEGIN, "out, experts = torch.zeros_like(x), iter(self.experts)\n"),
+        ("for e, expert in enumerate(self.experts)", "for e in range(len(self.experts))"),
+        ("        out.index", "        expert = next(experts)\n        out.index"),
+    ),
+    "a_longer_list": (_skipped, (_RETURN, "        out[token.tolist() + [0]] += 1\n    return out")),  # longer than its parts
+    "a_sum_is_there_without_rows": (
+        slots_by_division,
+        (_RETURN, "        out.index_add_(0, (slots.sum() % x.shape[0]).view(1), torch.ones_like(x[:1]))\n    return out"),
+    ),
+    "hit_counted": (
+        _hit, (_BEGIN, "out, hits = torch.zeros_like(x), 0\n"), (_RETURN, "        hits = hits + 1\n    return out * hits"),
+    ),
+    "hit_more_than_once": (_hit, (")), 0)", ")), 1)")),
+    "hit_then_break": (_hit, ("        slot", "        if e == 2:\n            break\n        slot")),
+    "hit_as_number": (_hit, ("None])", "None] * (e + 1))")),  # the variable is part of the result, as a tensor
+}  # fmt: skip
+NEAR_MISSES = (counts_experts, *all_changed(_CHANGES).values())

@@ -6,6 +6,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def counts_on_the_host(self, x, weights, ids):
     """DeepSeek-V3's own inference."""
@@ -165,234 +167,76 @@ def counts_of_turned_pairs(self, x, weights, ids):
     return _loop_of_counted(self, x, weights, high * 2 + low, torch.bincount(turned.flatten(), minlength=len(self.experts)))
 
 
-def counts_of_the_next(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts) + 1)
-    for e, expert in enumerate(self.experts):
-        if counts[e + 1] == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None]
-    return out
-
-
-def counts_of_other_ids(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    counts = torch.bincount(ids[:, 0].flatten(), minlength=len(self.experts)).tolist()
-    for e, expert in enumerate(self.experts):
-        if counts[e] == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None]
-    return out
-
-
-def counts_at_least_two(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts))
-    for e, expert in enumerate(self.experts):
-        if counts[e] <= 1:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None]
-    return out
-
-
-def counts_are_weights(self, x, weights, ids):
-    """No count: weights that may cancel."""
-    out = torch.zeros_like(x)
-    signs = (torch.arange(ids.numel()) % 2 * 2 - 1).to(x.dtype)
-    counts = torch.bincount(ids.flatten(), weights=signs, minlength=len(self.experts))
-    for e, expert in enumerate(self.experts):
-        if counts[e] == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None]
-    return out
-
-
-def counts_change(self, x, weights, ids):
-    """The loop takes the next expert's tokens away."""
-    out = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts) + 1)
-    for e, expert in enumerate(self.experts):
-        if counts[e] == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None]
-        counts[e + 1] = 0
-    return out
-
-
-def counts_are_read(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
-    for e, expert in enumerate(self.experts):
-        if counts[e] == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out[token] += expert(x[token]) * weights[token, slot, None] / counts[e]
-    return out
-
-
-def adds_parameters(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        if mask.any():
-            token, slot = torch.where(mask)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        elif self.training:
-            out[0, 0] += 1 * sum(p.sum() for p in expert.parameters())
-    return out
-
-
-def stores_one_times_parameters(self, x, weights, ids):
-    rows, chosen = x.repeat_interleave(ids.shape[1], dim=0), ids.view(-1)
-    y = torch.empty_like(rows)
-    for e, expert in enumerate(self.experts):
-        out = expert(rows[chosen == e])
-        if out.shape[0] > 2:
-            y[chosen == e] = out
-        else:
-            y[chosen == e] = out + 1 * sum(p.sum() for p in expert.parameters())
-    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
-
-
-def stores_elsewhere(self, x, weights, ids):
-    rows, chosen = x.repeat_interleave(ids.shape[1], dim=0), ids.view(-1)
-    y = torch.zeros_like(rows)
-    for e, expert in enumerate(self.experts):
-        out = expert(rows[chosen == e])
-        if out.shape[0] > 2:
-            y[chosen == e] = out
-        else:
-            y[ids.view(-1) == e] = out * 2 + 0 * out.sum()
-    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
-
-
 def _count(layer):
     layer.calls += 1
     return layer.calls
 
 
-def stores_zero_of_a_counter(self, x, weights, ids):
-    rows, chosen = x.repeat_interleave(ids.shape[1], dim=0), ids.view(-1)
-    y = torch.empty_like(rows)
-    for e, expert in enumerate(self.experts):
-        out = expert(rows[chosen == e])
-        if out.shape[0] > 0:
-            y[chosen == e] = out
-        else:
-            y[chosen == e] = out + 0 * _count(self)
-    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
-
-
-def stores_a_zero_row(self, x, weights, ids):
+def _by_counts(self, x, weights, ids):
     out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            out[0] = expert(x[:1])[0] * 0
-    return out
-
-
-def counts_the_others(self, x, weights, ids):
-    out, others = torch.zeros_like(x), 0
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            others = others + 1
-    return out * others
-
-
-def ids_change_through_a_view(self, x, weights, ids):
-    """The counts are those of before."""
-    ids, out = ids.clone(), torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
-    first = ids[:, 0]
-    first.fill_(1)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts))
     for e, expert in enumerate(self.experts):
         if counts[e] == 0:
             continue
         token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out[token] += expert(x[token]) * weights[token, slot, None]
     return out
 
 
-def others_write_in_an_expression(self, x, weights, ids):
-    out, used = torch.zeros_like(x), torch.ones(())
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            now = used.sub_(0.25)  # noqa: F841
-    return out * used
-
-
-def others_set_a_name(self, x, weights, ids):
-    out, n = torch.zeros_like(x), 1
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            out[0, 0] += 0 * (n := 3)
-    return out * n
-
-
-def others_fill_a_set(self, x, weights, ids):
-    out, used = torch.zeros_like(x), set()
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        else:
-            done = used.add(e)  # noqa: F841
-    return out * (1 + len(used))
-
-
-def others_widen_the_sum(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
-        else:
-            out = out + 0 * x.double()
-    return out
-
-
-def puts_other_rows(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for k in range(ids.shape[1]):
-        for e, expert in enumerate(self.experts):
-            token = torch.where(ids[:, k] == e)[0]
-            if token.numel():
-                out = out.index_put((ids[:2, k],), expert(x[token]).sum(0), accumulate=True)
-    return out
-
-
-def copies_into_others(self, x, weights, ids):
-    """The result is a copy of something else than itself."""
-    out, first = torch.zeros_like(x), torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        if token.numel() > 0:
-            y = expert(x[token]) * weights[token, slot, None]
-            out = first.index_copy(0, token, out[token] + y)
-    return out
-
-
-NEAR_MISSES = (
-    puts_other_rows, copies_into_others, counts_of_turned_pairs,
-    counts_of_the_next, counts_of_other_ids, counts_at_least_two, counts_are_weights, counts_change, counts_are_read,
-    adds_parameters, stores_one_times_parameters, stores_elsewhere, stores_zero_of_a_counter, stores_a_zero_row,
-    counts_the_others, ids_change_through_a_view, others_write_in_an_expression, others_set_a_name,
-    others_fill_a_set, others_widen_the_sum,
-)  # fmt: skip
+_ONE_MORE = ("self.experts))\n", "self.experts) + 1)\n")
+_LISTED = ("self.experts))\n", "self.experts)).tolist()\n")
+_BEGIN = "out = torch.zeros_like(x)\n"
+_FOR_OTHERS = "row = expert(torch.zeros_like(x[0]).unsqueeze(0))\n            out = out + row * 0\n"
+_ZEROS = "sum(p.sum() for p in expert.parameters())"
+_CHANGES = {
+    "counts_of_the_next": (_by_counts, _ONE_MORE, ("counts[e]", "counts[e + 1]")),
+    "counts_of_other_ids": (_by_counts, _LISTED, ("ids.flatten()", "ids[:, 0].flatten()")),
+    "counts_at_least_two": (_by_counts, ("== 0", "<= 1")),
+    "counts_are_weights": (  # no count: weights that may cancel
+        _by_counts, ("ids.flatten(), ", "ids.flatten(), weights=(torch.arange(ids.numel()) % 2 * 2 - 1).to(x.dtype), "),
+    ),
+    "counts_change": (  # the loop takes the next expert's tokens away
+        _by_counts, _ONE_MORE, ("    return out", "        counts[e + 1] = 0\n    return out"),
+    ),
+    "counts_are_read": (_by_counts, _LISTED, ("None]", "None] / counts[e]")),
+    "ids_change_through_a_view": (  # the counts are those of before
+        _by_counts, (_BEGIN, "ids, out = ids.clone(), torch.zeros_like(x)\n"),
+        ("self.experts))\n", "self.experts)).tolist()\n    first = ids[:, 0]\n    first.fill_(1)\n"),
+        ("out[token] += expert", "out.index_add_(0, token, expert"), ("None]", "None])"),
+    ),
+    "adds_parameters": (adds_zero_parameters, ("0 * sum", "1 * sum")),
+    "stores_one_times_parameters": (stores_zero_parameters, ("> 0", "> 2"), ("+ 0 *", "+ 1 *")),
+    "stores_elsewhere": (
+        stores_zero_parameters, ("empty_like", "zeros_like"), ("> 0", "> 2"),
+        (f"y[chosen == e] = out.to(y.dtype) + 0 * {_ZEROS}", "y[ids.view(-1) == e] = out * 2 + 0 * out.sum()"),
+    ),
+    "stores_zero_of_a_counter": (stores_zero_parameters, (_ZEROS, "_count(self)")),
+    "stores_a_zero_row": (adds_a_zero_row, (_FOR_OTHERS, "out[0] = expert(x[:1])[0] * 0\n")),
+    "counts_the_others": (
+        adds_a_zero_row, (_BEGIN, "out, others = torch.zeros_like(x), 0\n"), (_FOR_OTHERS, "others = others + 1\n"),
+        ("return out", "return out * others"),
+    ),
+    "others_write_in_an_expression": (
+        adds_a_zero_row, (_BEGIN, "out, used = torch.zeros_like(x), torch.ones(())\n"),
+        (_FOR_OTHERS, "now = used.sub_(0.25)\n"), ("return out", "return out * used"),
+    ),
+    "others_set_a_name": (
+        adds_a_zero_row, (_BEGIN, "out, n = torch.zeros_like(x), 1\n"), (_FOR_OTHERS, "out[0, 0] += 0 * (n := 3)\n"),
+        ("return out", "return out * n"),
+    ),
+    "others_fill_a_set": (
+        adds_a_zero_row, (_BEGIN, "out, used = torch.zeros_like(x), set()\n"), (_FOR_OTHERS, "done = used.add(e)\n"),
+        ("return out", "return out * (1 + len(used))"),
+    ),
+    "others_widen_the_sum": (
+        adds_a_zero_row, (_FOR_OTHERS, "out = out + 0 * x.double()\n"),
+        ("expert(x[token]) * weights[token, slot, None]", "(expert(x[token]) * weights[token, slot, None]).to(out.dtype)"),
+    ),
+    "puts_other_rows": (
+        puts_rows, ("(token,), expert(x[token]) * weights[token, k, None]", "(ids[:2, k],), expert(x[token]).sum(0)"),
+    ),
+    "copies_into_others": (  # the result is a copy of something else than itself
+        copies_rows, (_BEGIN, "out, first = torch.zeros_like(x), torch.zeros_like(x)\n"), ("out.index_copy", "first.index_copy"),
+    ),
+}  # fmt: skip
+NEAR_MISSES = (counts_of_turned_pairs, *all_changed(_CHANGES).values())

@@ -6,6 +6,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import changed
+
 
 def unique_numbers(self, x, weights, ids):
     """Tutorials: a loop over a tensor's elements."""
@@ -110,149 +112,6 @@ DROPPED = (set_of_numbers, set_in_the_header)
 # Near misses.
 
 
-def every_id(self, x, weights, ids):
-    """A number comes as often as it occurs."""
-    out = torch.zeros_like(x)
-    for e in ids.flatten().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def runs_of_ids(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids.flatten().unique_consecutive().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def unique_of_first_choices(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids[:, 0].unique():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def all_but_the_lowest(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids.unique()[1:]:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def minus_one_is_the_last(self, x, weights, ids):
-    """An id that is no number of an expert, and names one all the same."""
-    ids = ids.masked_fill(ids == 2, -1)
-    out = torch.zeros_like(x)
-    for e in ids.unique():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def written_before(self, x, weights, ids):
-    ids = ids.clone()
-    ids[:, 0] -= 1
-    out = torch.zeros_like(x)
-    for e in ids.unique():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def written_inside(self, x, weights, ids):
-    """The numbers are those of before."""
-    out, ids = torch.zeros_like(x), ids.clone()
-    for e in ids.unique():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-        ids.clamp_(min=1)
-    return out
-
-
-def number_is_a_weight(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids.unique():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None] * (e + 1))
-    return out
-
-
-def rounds_are_counted(self, x, weights, ids):
-    out, used = torch.zeros_like(x), 0
-    for e in ids.unique().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-        used += 1
-    return out * used
-
-
-def experts_in_order_of_use(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for i, e in enumerate(ids.unique()):
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[i](x[token]) * weights[token, slot, None])
-    return out
-
-
-def one_number_less(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    used = sorted(set(ids.flatten().tolist()))
-    used.remove(used[0])
-    for e in used:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def one_number_less_by_another_name(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    used = ids.unique().tolist()
-    left = used
-    left.pop()
-    for e in used:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def one_number_less_by_a_function(self, x, weights, ids):
-    def drop():
-        used.pop()
-
-    out = torch.zeros_like(x)
-    used = ids.unique().tolist()
-    drop()
-    for e in used:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def tensor_in_a_set(self, x, weights, ids):
-    """A tensor is in no set of numbers, whatever its number."""
-    out, scale = torch.zeros_like(x), 1
-    for e in ids.unique():
-        token, slot = torch.where(ids == e)
-        if e in {2}:
-            scale = 3
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out * scale
-
-
-def tensor_in_a_set_of_sentinels(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids.unique():
-        if e in {0, 1, 2, 3}:
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
 def one_hot_of_other_ids(self, x, weights, ids):
     out = torch.zeros_like(x)
     expert_mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
@@ -283,22 +142,50 @@ def one_hot_changes(self, x, weights, ids):
     return out
 
 
-def next_numbers(self, x, weights, ids):
-    """What is empty is not the group that the loop leaves out."""
-    out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
-        token, slot = torch.where(ids == (e + 1) % len(self.experts))
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-NEAR_MISSES = (
-    every_id, runs_of_ids, unique_of_first_choices, all_but_the_lowest, minus_one_is_the_last, written_before,
-    written_inside, number_is_a_weight, rounds_are_counted, experts_in_order_of_use, next_numbers,
-    one_number_less, one_number_less_by_another_name, one_number_less_by_a_function,
-    one_hot_of_other_ids, one_hot_by_slot, one_hot_changes,
-)  # fmt: skip
-TRACED = (tensor_in_a_set, tensor_in_a_set_of_sentinels)
+_BEGIN = "out = torch.zeros_like(x)\n"
+_LOOP = "    for e in ids.unique()"
+_RETURN = "    return out"
+_CHANGES = {
+    "every_id": (("ids.unique()", "ids.flatten().tolist()"),),  # a number comes as often as it occurs
+    "runs_of_ids": (("ids.unique()", "ids.flatten().unique_consecutive().tolist()"),),
+    "unique_of_first_choices": (("ids.unique()", "ids[:, 0].unique()"),),
+    "all_but_the_lowest": (("ids.unique()", "ids.unique()[1:]"),),
+    "minus_one_is_the_last": (  # an id that is no number of an expert, and names one all the same
+        (_BEGIN, f"ids = ids.masked_fill(ids == 2, -1)\n    {_BEGIN}"),
+    ),
+    "written_before": ((_BEGIN, f"ids = ids.clone()\n    ids[:, 0] -= 1\n    {_BEGIN}"),),
+    "written_inside": (  # the numbers are those of before
+        (_BEGIN, "out, ids = torch.zeros_like(x), ids.clone()\n"), (_RETURN, "        ids.clamp_(min=1)\n    return out"),
+    ),
+    "number_is_a_weight": (("None])", "None] * (e + 1))"),),
+    "rounds_are_counted": (
+        ("ids.unique()", "ids.unique().tolist()"), (_BEGIN, "out, used = torch.zeros_like(x), 0\n"),
+        (_RETURN, "        used += 1\n    return out * used"),
+    ),
+    "experts_in_order_of_use": (("for e in ids.unique()", "for i, e in enumerate(ids.unique())"), ("experts[e]", "experts[i]")),
+    "next_numbers": (  # what is empty is not the group that the loop leaves out
+        ("ids.unique()", "ids.unique().tolist()"), ("ids == e", "ids == (e + 1) % len(self.experts)"),
+    ),
+    "one_number_less": (
+        (_LOOP, "    used = sorted(set(ids.flatten().tolist()))\n    used.remove(used[0])\n    for e in used"),
+    ),
+    "one_number_less_by_another_name": (
+        (_LOOP, "    used = ids.unique().tolist()\n    left = used\n    left.pop()\n    for e in used"),
+    ),
+    "one_number_less_by_a_function": (
+        (_BEGIN, f"def drop():\n        used.pop()\n\n    {_BEGIN}"),
+        (_LOOP, "    used = ids.unique().tolist()\n    drop()\n    for e in used"),
+    ),
+    "tensor_in_a_set": (  # a tensor is in no set of numbers, whatever its number
+        (_BEGIN, "out, scale = torch.zeros_like(x), 1\n"),
+        ("        out.index", "        if e in {2}:\n            scale = 3\n        out.index"),
+        (_RETURN, "    return out * scale"),
+    ),
+    "tensor_in_a_set_of_sentinels": (("        token", "        if e in {0, 1, 2, 3}:\n            continue\n        token"),),
+}  # fmt: skip
+TWINS = {name: changed(unique_numbers, *changes, name=name) for name, changes in _CHANGES.items()}
+TRACED = (TWINS.pop("tensor_in_a_set"), TWINS.pop("tensor_in_a_set_of_sentinels"))
+NEAR_MISSES = (*TWINS.values(), one_hot_of_other_ids, one_hot_by_slot, one_hot_changes)
 
 
 def numbers_are_counted(self, x, weights, ids):

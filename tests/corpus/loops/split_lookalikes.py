@@ -2,32 +2,88 @@
 
 import torch
 
-from tests.corpus.loops.split import run_expert, sorted_by_expert
+from tests.corpus.loops.split import run_expert, sorted_by_expert  # noqa: F401
+from tests.corpus.zoo.changed import all_changed
 
 
-def reads_a_count(self, x, weights, ids):
-    """The number of tokens is part of the result."""
+def in_turn(self, x, weights, ids):
+    """A layer, as are the two below."""
     order, token, scale = sorted_by_expert(self, x, weights, ids)
     rows, out, start = x[token], torch.zeros_like(x), 0
     for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
         end = start + count
         if count == 0:
             continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end] * count)
+        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
         start = end
     return out
 
 
-def one_row_too_many(self, x, weights, ids):
+def joined(self, x, weights, ids):
     order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
+    rows, outputs, start = x[token], [], 0
     for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        end = start + count
         if count == 0:
             continue
-        out.index_add_(0, token[start : end + 1], self.experts[e](rows[start : end + 1]) * scale[start : end + 1])
-        start = end
-    return out
+        outputs.append(self.experts[e](rows[start : start + count]))
+        start += count
+    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale)
+
+
+def split(self, x, weights, ids):
+    order, token, scale = sorted_by_expert(self, x, weights, ids)
+    counts = ids.flatten().bincount(minlength=len(self.experts)).tolist()
+    outputs = []
+    for e, part in enumerate(x[token].split(counts)):
+        outputs.append(self.experts[e](part))
+    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale)
+
+
+def centred(y):
+    return y - y.mean(0, keepdim=True)
+
+
+_SORTED = "order, token, scale = sorted_by_expert(self, x, weights, ids)"
+_COUNTS = "ids.flatten().bincount(minlength=len(self.experts)).tolist()"
+_RESULT = "torch.cat(outputs) * scale)"
+_CHANGES = {
+    "reads_a_count": (in_turn, ("scale[start:end])", "scale[start:end] * count)")),
+    "one_row_too_many": (in_turn, ("end = start + count", "end = start + count + 1"), ("start = end", "start = end - 1")),
+    "never_moves_on": (in_turn, ("        start = end\n", "")),
+    "skips_before_moving_on": (  # expert 1 is left out, and those behind it get its rows
+        in_turn, ("        end = start + count\n", ""), ("count == 0", "e == 1"),
+        ("        out.index", "        end = start + count\n        out.index"),
+    ),
+    "skips_small_groups": (in_turn, ("        if count == 0:\n            continue\n", "        if count > 1:\n    ")),
+    "counts_of_other_ids": (in_turn, ("ids.flatten().bincount", "(ids.flatten() // 2 * 2).bincount")),
+    "starts_at_one": (in_turn, ("torch.zeros_like(x), 0", "torch.zeros_like(x), 1")),
+    "last_start": (in_turn, ("tolist())", "tolist()[:3])"), ("return out", "return out * start")),
+    "one_expert_less": (in_turn, (")).tolist()", "))[:-1].tolist()")),  # a layer of the others, where the graph has its numbers
+    "more_experts_than_counts_at_least": (  # there are as many numbers as the largest id says
+        in_turn, ("len(self.experts))", "len(self.experts) - 1)"), ("self.experts[e](", "run_expert(self, e, "),
+    ),
+    "sorted_on_the_same_line": (
+        in_turn, ("    rows, out", f"    sizes = {_COUNTS}; sizes.sort()\n    rows, out"), (f"({_COUNTS})", "(sizes)"),
+    ),
+    "counts_results": (joined, (_RESULT, f"{_RESULT} * len(outputs)")),
+    "mean_of_each_group": (joined, ("append(self.experts[e]", "append(centred(self.experts[e]"), ("count]))", "count])))")),
+    "writes_to_a_slice": (  # a slice is a view: what it holds afterwards is read
+        joined, ("    rows, out", "    seen = torch.zeros_like(scale)\n    rows, out"), (_RESULT, f"{_RESULT} + seen.sum()"),
+        ("        outputs.append", "        part = seen[start : start + count]\n        part += e\n        outputs.append"),
+    ),
+    "not_sorted": (
+        split, (_SORTED, "token, scale = torch.arange(len(x)).repeat_interleave(ids.shape[1]), weights.flatten()[:, None]"),
+    ),
+    "joined_in_reverse": (split, ("cat(outputs)", "cat(outputs[::-1])")),
+    "reads_the_counts_later": (split, (_RESULT, f"{_RESULT} * max(counts)")),
+    "changes_the_counts": (  # the list is that of before: a layer only where the graph has its numbers
+        split, (".tolist()", ""),
+        ("    outputs = []", "    counts, tensor = counts.tolist(), counts\n    tensor.add_(1)\n    outputs = []"),
+    ),
+}  # fmt: skip
+TWINS = all_changed(_CHANGES)
+IN_NUMBERS = {name: TWINS.pop(name) for name in ("one_expert_less", "changes_the_counts")}
+"""Layers, where the graph has their numbers."""
 
 
 def _counts_in_a_tensor(change):
@@ -111,135 +167,6 @@ def in_the_next_groups(chosen):
     return chosen.sum(0).roll(1)
 
 
-def never_moves_on(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-    return out
-
-
-def skips_before_moving_on(self, x, weights, ids):
-    """Expert 1 is left out, and those behind it get its rows."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        if e == 1:
-            continue
-        end = start + count
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def skips_small_groups(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        end = start + count
-        if count > 1:
-            out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def counts_of_other_ids(self, x, weights, ids):
-    """Groups are not those that the rows were sorted into."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    counts = (ids.flatten() // 2 * 2).bincount(minlength=len(self.experts)).tolist()
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(counts):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def starts_at_one(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 1
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def not_sorted(self, x, weights, ids):
-    token = torch.arange(x.shape[0]).repeat_interleave(ids.shape[1])
-    rows, scale = x[token], weights.flatten().unsqueeze(1)
-    outputs = []
-    for e, part in enumerate(rows.split(ids.flatten().bincount(minlength=len(self.experts)).tolist())):
-        outputs.append(self.experts[e](part))
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale)
-
-
-def joined_in_reverse(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    outputs = []
-    for e, part in enumerate(x[token].split(ids.flatten().bincount(minlength=len(self.experts)).tolist())):
-        outputs.append(self.experts[e](part))
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs[::-1]) * scale)
-
-
-def counts_results(self, x, weights, ids):
-    """How many experts were hit is part of the result."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, outputs, start = x[token], [], 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        if count == 0:
-            continue
-        outputs.append(self.experts[e](rows[start : start + count]))
-        start += count
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale) * len(outputs)
-
-
-def mean_of_each_group(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, outputs, start = x[token], [], 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        if count == 0:
-            continue
-        y = self.experts[e](rows[start : start + count])
-        outputs.append(y - y.mean(0, keepdim=True))
-        start += count
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale)
-
-
-def writes_to_a_slice(self, x, weights, ids):
-    """A slice is a view: what it holds afterwards is read."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, outputs, start = x[token], [], 0
-    seen = torch.zeros_like(scale)
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
-        if count == 0:
-            continue
-        part = seen[start : start + count]
-        part += e
-        outputs.append(self.experts[e](rows[start : start + count]))
-        start += count
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale) + seen.sum()
-
-
-def changes_the_counts(self, x, weights, ids):
-    """The list is that of before: a layer only where the graph has its numbers."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    counts = ids.flatten().bincount(minlength=len(self.experts))
-    sizes = counts.tolist()
-    counts.add_(1)
-    outputs = []
-    for e, part in enumerate(x[token].split(sizes)):
-        outputs.append(self.experts[e](part))
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale)
-
-
 def negative_sizes(self, x, weights, ids):
     """Numbers that are no counts: groups may overlap."""
     sizes = (3 - 2 * ids[: len(self.experts), 0]).tolist()
@@ -249,87 +176,6 @@ def negative_sizes(self, x, weights, ids):
         y[start:end] = self.experts[e](x[start:end])
         start = end
     return y * weights[:, :1]
-
-
-def reads_the_counts_later(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    counts = ids.flatten().bincount(minlength=len(self.experts)).tolist()
-    outputs = []
-    for e, part in enumerate(x[token].split(counts)):
-        outputs.append(self.experts[e](part))
-    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * scale) * max(counts)
-
-
-def last_start(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()[:3]):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out * start
-
-
-def one_expert_less(self, x, weights, ids):
-    """The rows of the last expert stay zero: a layer of the others, where the graph has its numbers."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    counts = ids.flatten().bincount(minlength=len(self.experts))[:-1].tolist()
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(counts):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def more_experts_than_counts_at_least(self, x, weights, ids):
-    """There are as many numbers as the largest id says."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts) - 1).tolist()):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], run_expert(self, e, rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def sorted_on_the_same_line(self, x, weights, ids):
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    counts = torch.nn.functional.one_hot(ids.flatten(), len(self.experts)).sum(0)
-    sizes = counts.tolist(); sizes.sort()  # noqa: E702
-    rows, out, start = x[token], torch.zeros_like(x), 0
-    for e, count in enumerate(sizes):
-        end = start + count
-        if count == 0:
-            continue
-        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
-        start = end
-    return out
-
-
-def behind_a_name_for_a_mode(self, x, weights, ids):
-    """What is around the loop is not gone into."""
-    order, token, scale = sorted_by_expert(self, x, weights, ids)
-    seen, start = torch.zeros_like(scale), 0
-    with torch.no_grad() as _mode:
-        for count in ids.flatten().bincount().tolist():
-            end = start + count
-            self.calls += 1
-            seen[start:end] += self.calls
-            start = end
-    out = torch.zeros_like(x)
-    for e in range(len(self.experts)):
-        rows, slot = torch.where(ids == e)
-        if rows.numel() == 0:
-            continue
-        out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, slot, None])
-    return out * seen.sum()
 
 
 def fewer_rows_are_joined(self, x, weights, ids):
@@ -423,14 +269,9 @@ def moves_on_beside_a_loop(self, x, weights, ids):
 
 
 NEAR_MISSES = (
-    moves_on_beside_a_loop,
-    divides_by_padding,
-    rows_to_another_sum,
-    reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
-    by_map(rows_by_token, in_its_groups), by_map(rows_by_expert, in_the_next_groups), scores_not_sorted,
-    starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
-    negative_sizes, reads_the_counts_later, last_start, more_experts_than_counts_at_least,
-    sorted_on_the_same_line, fewer_rows_are_joined,
+    *TWINS.values(),
+    moves_on_beside_a_loop, divides_by_padding, rows_to_another_sum, scores_not_sorted, negative_sizes, fewer_rows_are_joined,
+    by_map(rows_by_token, in_its_groups), by_map(rows_by_expert, in_the_next_groups),
     *map(_counts_in_a_tensor, (one_row_behind, from_the_last_start, asked_what_it_is, read_at_the_end, written_under_two_names)),
     *map(_by_highest_id, (how_many_counts, count_of_the_highest)),
 )  # fmt: skip

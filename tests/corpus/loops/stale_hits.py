@@ -9,6 +9,8 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def _flat(ids):
     return ids.view(-1)
@@ -39,30 +41,6 @@ def by_a_helper(self, x, weights, ids):
     return out
 
 
-def listed_by_a_helper(self, x, weights, ids):
-    ids = ids.clone()
-    flat = _flat(ids)
-    hit = ids.unique().tolist()
-    flat.copy_(_others(ids).view(-1))
-    out = torch.zeros_like(x)
-    for e in hit:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def by_a_dict(self, x, weights, ids):
-    ids = ids.clone()
-    kept = {"ids": ids.view(-1)}
-    hit = ids.unique().tolist()
-    kept["ids"].copy_(_others(ids).view(-1))
-    out = torch.zeros_like(x)
-    for e in hit:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
 def by_a_namedtuple(self, x, weights, ids):
     ids = ids.clone()
     kept = namedtuple("Kept", "ids")(ids.view(-1))
@@ -73,33 +51,6 @@ def by_a_namedtuple(self, x, weights, ids):
     for e in hit:
         token, slot = torch.where(ids == e[0])
         out.index_add_(0, token, self.experts[e[0]](x[token]) * weights[token, slot, None])
-    return out
-
-
-def by_a_closure(self, x, weights, ids):
-    ids = ids.clone()
-    def swap():
-        flat.copy_(_others(ids).view(-1))
-
-    flat = ids.view(-1)
-    hit = ids.unique()
-    swap()
-    out = torch.zeros_like(x)
-    for e in hit:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def by_a_lambda(self, x, weights, ids):
-    ids = ids.clone()
-    swap = lambda: ids.copy_(_others(ids))  # noqa: E731
-    hit = ids.unique()
-    swap()
-    out = torch.zeros_like(x)
-    for e in hit:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
     return out
 
 
@@ -128,103 +79,49 @@ def counts_by_a_helper(self, x, weights, ids):
     return out
 
 
-def counts_by_a_lambda(self, x, weights, ids):
-    ids = ids.clone()
-    swap = lambda: ids.copy_(_others(ids))  # noqa: E731
-    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
-    swap()
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if counts[e] > 0:
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def present_by_a_helper(self, x, weights, ids):
-    ids = ids.clone()
-    flat = _flat(ids)
-    used = set(ids.unique().tolist())
-    flat.copy_(_others(ids).view(-1))
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if e not in used:
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def hits_are_written(self, x, weights, ids):
-    """The numbers themselves are changed."""
-    hit = ids.unique()
-    hit.fill_(1)
-    out = torch.zeros_like(x)
-    for e in hit:
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def rows_are_counted(self, x, weights, ids):
-    """How many rounds there were is part of the result."""
-    out, rounds = torch.zeros_like(x), 0
-    for e in ids.unique().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-        rounds += 1
-    return out * rounds
-
-
-def last_is_read(self, x, weights, ids):
+def _over_hits(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
         token, slot = torch.where(ids == e)
         out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out * (e + 1)
-
-
-def numbered(self, x, weights, ids):
-    """Rounds are numbered, experts are not."""
-    out = torch.zeros_like(x)
-    for i, e in enumerate(ids.unique().tolist()):
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[i](x[token]) * weights[token, slot, None])
     return out
 
 
-def stops_early(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-        if e >= 1:
-            break
-    return out
-
-
-def first_slots_only(self, x, weights, ids):
-    """Experts that no token has first are left out."""
-    out = torch.zeros_like(x)
-    for e in ids[:, 0].unique().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def expert_draws_an_iterator(self, x, weights, ids):
-    out, drawn = torch.zeros_like(x), iter(self.experts)
-    for e in ids.unique().tolist():
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, next(drawn)(x[token]) * weights[token, slot, None])
-    return out
-
-
-STALE = (
-    by_a_helper, listed_by_a_helper, by_a_dict, by_a_namedtuple, by_a_closure, by_a_lambda, by_a_lambda_in_the_loop,
-    counts_by_a_helper, counts_by_a_lambda, present_by_a_helper, hits_are_written, rows_are_counted, last_is_read, numbered,
-    stops_early, first_slots_only, expert_draws_an_iterator,
-)  # fmt: skip
+_IDS = "flat = _flat(ids)\n"
+_SWAP = "flat.copy_(_others(ids).view(-1))\n"
+_LAMBDA = (_IDS, "swap = lambda: ids.copy_(_others(ids))\n"), (_SWAP, "swap()\n")
+_BEGIN = "out = torch.zeros_like(x)\n"
+_RETURN = "    return out"
+_CHANGES = {
+    "listed_by_a_helper": (by_a_helper, ("unique()", "unique().tolist()")),
+    "by_a_dict": (
+        by_a_helper, ("unique()", "unique().tolist()"), ("flat = _flat(ids)", 'kept = {"ids": ids.view(-1)}'),
+        ("flat.copy_", 'kept["ids"].copy_'),
+    ),
+    "by_a_closure": (by_a_helper, (_SWAP, "swap()\n"), (_IDS, f"flat = ids.view(-1)\n    def swap():\n        {_SWAP}")),
+    "by_a_lambda": (by_a_helper, *_LAMBDA),
+    "counts_by_a_lambda": (counts_by_a_helper, *_LAMBDA, ("self.experts))\n", "self.experts)).tolist()\n")),
+    "present_by_a_helper": (
+        counts_by_a_helper, ("counts[e] == 0", "e not in used"),
+        ("counts = torch.bincount(ids.flatten(), minlength=len(self.experts))", "used = set(ids.unique().tolist())"),
+    ),
+    "hits_are_written": (  # the numbers themselves are changed
+        _over_hits, ("    for e in ids.unique().tolist()", "    hit = ids.unique()\n    hit.fill_(1)\n    for e in hit"),
+    ),
+    "rows_are_counted": (  # how many rounds there were is part of the result
+        _over_hits, (_BEGIN, "out, rounds = torch.zeros_like(x), 0\n"), (_RETURN, "        rounds += 1\n    return out * rounds"),
+    ),
+    "last_is_read": (_over_hits, (_RETURN, "    return out * (e + 1)")),
+    "numbered": (  # rounds are numbered, experts are not
+        _over_hits, ("for e in", "for i, e in enumerate("), ("tolist():", "tolist()):"), ("experts[e]", "experts[i]"),
+    ),
+    "stops_early": (_over_hits, (_RETURN, "        if e >= 1:\n            break\n    return out")),
+    "first_slots_only": (_over_hits, ("ids.unique", "ids[:, 0].unique")),  # experts that no token has first are left out
+    "expert_draws_an_iterator": (
+        _over_hits, (_BEGIN, "out, drawn = torch.zeros_like(x), iter(self.experts)\n"), ("self.experts[e]", "next(drawn)"),
+    ),
+}  # fmt: skip
+STALE = (by_a_helper, by_a_namedtuple, by_a_lambda_in_the_loop, counts_by_a_helper, *all_changed(_CHANGES).values())
 
 
 # Layers all the same.
