@@ -450,7 +450,11 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return set()
         level = max((v.args[0] for e in used for v in e.free), default=-1) + 1
         index = {letter: self.algebra.var(level + i, sizes[letter], "r") for i, letter in enumerate(letters)}
-        choices = [e for factor in factors(index) for e in subexpressions(factor, _is_choice)]
+        try:
+            found = factors(index)
+        except Unroll:
+            return set()
+        choices = [e for factor in found for e in subexpressions(factor, _is_choice)]
         return {letter for letter, var in index.items() if any(var in choice.free for choice in choices)}
 
     def _with_number(self, e: Expr, features: Indices) -> Expr:

@@ -22,13 +22,19 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
 class GroupRules:
-    """Rules of `between` and `grouped_mm`; mixed into `elements.Evaluator`."""
+    """Rules of `searched`, `between` and `grouped_mm`; mixed into `elements.Evaluator`."""
 
     algebra: Algebra
     element: Callable[..., Expr]
     _with_number: Callable[..., Expr]
     _runs: "dict[Value, Run | None]"
     _first_of: "dict[tuple[Run, tuple[Size, ...]], Value]"
+
+    def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        ends, x = value.args
+        row = self.element(x, indices, depth)
+        group = self._group(ends, ends.shape[0], row, indices, depth)
+        return self.algebra.leaf(value, indices) if group is None else group
 
     def _element_between(self, value: Value, indices: "Indices", depth: int) -> Expr:
         run = self.run(value)
@@ -97,6 +103,8 @@ class GroupRules:
 
     def written_out(self, e: Expr) -> list[Expr]:
         """The terms of a sum, those of running sums one by one."""
+        if e.kind == "add":
+            return [term for inner in e.args for term in self.written_out(inner)]
         if e.kind == "linear" and e.args[0] == 0 and all(type(times) is int and times > 0 for times, _ in e.args[1]):
             return [term for times, inner in e.args[1] for term in self.written_out(inner) * times]
         if e.kind == "prefix" and e.args[2].kind == "const":
@@ -132,14 +140,19 @@ class GroupRules:
 
         return var, of_any(count)
 
+    def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
+        """The group in which a row stands, where the ends of the groups are running counts."""
+        number = self.algebra.fresh(indices, num_groups)
+        end = self.element(ends, (number,), depth)
+        running = end.kind == "prefix" and end.args[2] is number
+        return self.algebra.group(*self.algebra.open(end), row) if running else None
+
     def _element_grouped_mm(self, value: Value, indices: "Indices", depth: int) -> Expr:
         rows, weights, offsets = value.args
         row, column = indices
-        number = self.algebra.fresh(indices, weights.shape[0])
-        end = self.element(offsets, (number,), depth)
-        if end.kind != "prefix" or end.args[2] is not number:  # the ends of groups are running counts
+        group = self._group(offsets, weights.shape[0], row, indices, depth)
+        if group is None:
             return self.algebra.leaf(value, indices)
-        group = self.algebra.group(*self.algebra.open(end), row)
         width = self.algebra.fresh(indices, rows.shape[1], "d")
         row_element = self._with_number(self.element(rows, (row, width), depth + 1), (width,))
         product = self.algebra.mul(row_element, self.element(weights, (group, width, column), depth + 1))

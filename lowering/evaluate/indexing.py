@@ -4,6 +4,7 @@ What is scattered by rows ``u`` with keys ``key(u)`` reads, at index ``i``, the 
 the rows come from a sort or from a boolean mask that sum is turned around into one over the slots of token i.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
@@ -197,10 +198,19 @@ class IndexingRules:
         """The sum of ``body`` over the rows u with ``keys(u) == at``."""
         return self._land(row, keys, at, sizes, body, depth).total(self.algebra)
 
+    def coordinates(self, key: Expr) -> list[Expr] | None:
+        """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
+        if key.kind != "nonzero":
+            return _flattened_coordinates(key)
+        return [key] if len(key.args[0].shape) == 1 else None
+
     def _land(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
+        coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
+        if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
+            keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         elif len(keys) == 1:
@@ -435,6 +445,19 @@ def _added_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -
     read = [v for v in values.args[1] if v.op == "index" and v.args == (x, tensors, 0)]
     others = [v for v in values.args[1] if v not in read]
     return others[0] if len(read) == len(others) == 1 and others[0].dtype == values.dtype else None
+
+
+def _flattened_coordinates(key: Expr) -> list[Expr] | None:
+    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
+    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
+        return None
+    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
+    mask = coordinates[0].args[0]
+    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
+        return None
+    strides = {atom: stride for stride, atom in key.args[1]}
+    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
+    return coordinates if row_major else None
 
 
 def _compared(hits: Expr) -> Expr | None:

@@ -66,20 +66,23 @@ class RunRules:
         numbers, sizes = [], []
         for part in joined.args[0] if joined.op == "cat" and len(joined.shape) == 1 else ():
             row = self.algebra.fresh((), part.shape[0])
-            position = self.element(part, (row,))
-            if position.kind != "nonzero" or len(position.args[0].shape) != 1 or position.args[2] is not row:
+            coordinates = self.coordinates(self.element(part, (row,)))
+            if coordinates is None or coordinates[0].args[2] is not row:
                 return None
-            mask = position.args[0]
-            hits = self.element(mask, (self.algebra.var(0, mask.shape[0], "r"),))
+            mask = coordinates[0].args[0]
+            hits = self.element(mask, tuple(self.algebra.var(i, size, "r") for i, size in enumerate(mask.shape)))
             sides = hits.args if hits.kind == "eq" else ()
             numbers += [side.args[0] for side in sides if side.kind == "const"]
             keys.update(side for side in sides if side.kind != "const")
-            sizes.append(mask.shape[0])
+            sizes.append(mask.shape)
         if len(keys) != 1 or len(set(sizes)) != 1 or sorted(numbers) != list(range(len(sizes))):
             return None
         (key,) = keys
         bound = self.algebra.extent(key)
-        return sizes[0] if isinstance(bound, int) and bound <= len(sizes) else None
+        size = 1
+        for n in sizes[0]:
+            size = size * n
+        return size if isinstance(bound, int) and bound <= len(sizes) else None
 
     def reordered(self, x: Value, own: "Indices", depth: int) -> Expr | None:
         """The element of ``x`` at the row that ``own`` has of a concatenation of all rows: a sum over its runs."""

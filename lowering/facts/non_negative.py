@@ -37,8 +37,10 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         return _least(e.args[1], floors)
     if e.kind in ("sum", "prefix"):
         return 0 if _least(e.args[1], floors) >= 0 else -math.inf
+    if e.kind == "add":
+        return sum(_least(term, floors) for term in e.args)
     if e.kind == "mul":
-        return 0 if all(_least(factor) >= 0 for factor in e.args) else -math.inf
+        return _least_product(e.args)
     if e.kind == "linear":
         known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
         return e.args[0] + sum(c * _least(atom, floors) for c, atom in e.args[1]) if known else -math.inf
@@ -54,10 +56,15 @@ def _least_call(call: Expr, floors: Floors) -> float:
     if name == "where":
         mask, *chosen = operands
         return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
+    least = [_least(operand, floors) for operand in operands]
     if name == "clamp":
-        least, (lower, upper) = _least(operands[0], floors), params
-        bound = least if lower is None else max(lower, least)
+        lower, upper = params
+        bound = least[0] if lower is None else max(lower, least[0])
         return bound if upper is None else min(bound, upper)
+    if name == "maximum":
+        return max(least)
+    if name == "minimum":
+        return min(least)
     return 0 if name == "abs" else -math.inf
 
 
@@ -78,6 +85,14 @@ def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
 
 def _is_flag(e: Expr) -> bool:
     return e.kind in IDEMPOTENT or is_indicator(e)
+
+
+def _least_product(factors: tuple[Expr, ...]) -> float:
+    number = math.prod(f.args[0] for f in factors if f.kind == "const")
+    others = [f for f in factors if f.kind != "const"]
+    if number >= 0:
+        return 0 if all(_least(f) >= 0 for f in others) else -math.inf
+    return number if all(map(_is_flag, others)) else -math.inf
 
 
 def _is_trusted(value: Value) -> bool:

@@ -47,7 +47,7 @@ def is_fading(value: Value) -> bool:
 
 def is_rectified(value: Value) -> bool:
     """Whether all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
-    while value.op in _VIEWS:
+    while value.op in _VIEWS or (value.op == "cast" and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point):
         value = value.args[0]
     return value.op == "pointwise" and value.args[0] == "relu"
 

@@ -8,16 +8,18 @@
     argsort (keys)                  a permutation that sorts 1-D keys upwards
     true_first (mask)               the places of true elements of a 1-D mask, and behind them the others, each in order
     inverse (permutation)           grouped_mm (rows, weights, offsets)
+    searched (ends, numbers)        how many of the ends, which never fall, are not above a number
 """
 
 import math
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
-from moeblaze_ops.lowering.forms.splits import is_between_numbers, slice_between
+from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -56,6 +58,13 @@ def _places(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
     )
 
 
+def _rows_of_mask(view: GraphView) -> Size:
+    """The number of rows that a boolean index, beside other tensors, gives to this node's result."""
+    fresh = [size_of(size) for size in fake_of(view._node).shape if free_unbacked_symbols(size)]
+    require(len(fresh) > 0, "a data-dependent size")
+    return fresh[0]
+
+
 def _axes_of(item: Any) -> int:
     """How many axes an item of a subscript takes: a mask as many as it has."""
     return len(item.shape) if isinstance(item, Value) and item.dtype == torch.bool else int(item is not None)
@@ -75,8 +84,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
         elif isinstance(item, Value):
             if item.dtype == torch.bool:
-                require(sum(isinstance(other, Value | list) for other in items) == 1, "a mask alone")
-                tensors += coordinates(view, item, output_shape(view)[len(tensors)])
+                if sum(isinstance(other, Value | list) for other in items) == 1:
+                    tensors += coordinates(view, item, output_shape(view)[len(tensors)])
+                else:
+                    tensors += _places(view, item, _rows_of_mask(view))
                 dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
@@ -181,8 +192,11 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    casts = is_between_numbers(items[0]) and len(items) == 1  # a slice is copied to, which casts
+    if is_between_numbers(items[0]):
+        items = (positions_between(view, x, items[0], values), *items[1:])
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
-    require(tensor(values).dtype == x.dtype, "numbers of the dtype that they are stored in")
+    require(casts or tensor(values).dtype == x.dtype, "numbers of the dtype that they are stored in")
     indices: list[Value | None] = []
     for item in items:
         if item.dtype == torch.bool:
@@ -395,6 +409,13 @@ def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 
     return cast(view, counts_of(view, ids, bins), output_dtype(view))
 
 
+@form("searchsorted")
+def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, side: str | None = None, **kwargs: Any) -> Value:
+    require(right or side == "right", "ends that are no part of what they end")
+    require(len(tensor(ends).shape) == 1 and kwargs.get("sorter") is None, "one row of sorted ends")
+    return view.make("searched", ends, tensor(x))
+
+
 @form(*GROUPED_PRODUCTS)
 def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, bias: Any = None, **kwargs: Any) -> Value:
     require(offs is not None and bias is None, "row groups")
@@ -467,5 +488,6 @@ short_forms({
     ),
     ("scatter_add",): lambda view, x, dim, index, src: _scatter(view, x, dim, index, src, True),
     ("counts_below",): lambda view, ids, num_experts: counts_of(view, tensor(ids), num_experts),
+    ("bucketize",): lambda view, x, ends, *, right=False, **kwargs: _searchsorted(view, ends, x, right=right),
 })  # fmt: skip
 

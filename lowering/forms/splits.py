@@ -85,6 +85,16 @@ def slice_between(view: GraphView, x: Value, dim: int, part: slice, length: Size
     return _rows(view, x, dim, _mask(view, x.shape[dim], part), length)
 
 
+def positions_between(view: GraphView, x: Value, part: slice, values: Any) -> Value:
+    """The positions of the rows of ``x`` that ``x[start:stop] = values`` writes to."""
+    mask = _mask(view, x.shape[0], part)
+    length = values.shape[0] if len(tensor(values).shape) == len(x.shape) else 1
+    if not _is_of_data(length):
+        require(mask in view.lengths, "a slice that is read, too")
+        length = view.lengths[mask][0]
+    return _positions(view, mask, length)
+
+
 def _mask(view: GraphView, extent: Size, part: slice) -> Value:
     require(part.step in (None, 1), "one row after another")
     require(not _is_of_data(extent), "rows of which the data do not tell the number")

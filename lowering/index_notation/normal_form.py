@@ -401,7 +401,7 @@ class Algebra:
         return self._intern("eq", *sorted((a, b), key=lambda e: e.uid))
 
     def _solved(self, a: Expr, b: Expr) -> Expr | None:
-        """``a = b`` without what both sides have, if one integer is left: ``ids - 2 = 0`` is ``ids = 2``."""
+        """``a = b`` without what both sides have, if one integer or two are left: ``ids - 2 = 0`` is ``ids = 2``."""
         if not (is_integer(a) and is_integer(b)):
             return None
         difference = self.linear(0, [(1, a), (-1, b)])
@@ -412,6 +412,8 @@ class Algebra:
             return None
         if not others:
             return self.zero if constant % scale else self.eq(atom, self.const(-constant // scale))
+        if constant == 0 and len(others) == 1 and others[0][0] == -scale:
+            return self.eq(atom, others[0][1])
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
@@ -460,6 +462,8 @@ class Algebra:
         return self._intern("distinct", e, var)
 
     def inverse(self, permutation: Any, index: Expr) -> Expr:
+        if index.kind == "leaf" and index.args[0] is permutation:
+            return index.args[1][0]
         return self._intern("inverse", permutation, index)
 
     # Substitution.

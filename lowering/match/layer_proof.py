@@ -471,4 +471,4 @@ def _spelling(region: Region, routing: Routing) -> str:
 
 
 def _has_row_groups(region: Region) -> bool:
-    return not {target_name(node) for node in region.nodes}.isdisjoint(GROUPED_PRODUCTS)
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*GROUPED_PRODUCTS, "searchsorted", "bucketize"))

@@ -76,7 +76,7 @@ class Statement:
         for experts, slots in product(get_args(Experts), get_args(Slots)):
             if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and (slots == "inside" or not by_ids)):
                 continue
-            if (self._slots_apart and slots != "listed") or (match.experts is None and slots != "inside"):
+            if (self._slots_apart and slots == "around") or (match.experts is None and slots != "inside"):
                 continue
             if match.weights_on_input and slots == "inside" and not self._has_one_slot_each():
                 continue
@@ -155,6 +155,8 @@ class Statement:
 
     def _over_slots(self, body: Callable[[Expr], Expr]) -> Expr:
         k = self._slot()
+        if self._slots_apart:
+            return self._algebra.add(*(body(self._algebra.const(k)) for k in range(self._match.K)))
         return body(k) if k is self._algebra.zero else self._algebra.sum(k, body(k))
 
     def _slot(self) -> Expr:
