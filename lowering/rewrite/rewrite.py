@@ -6,7 +6,7 @@ nothing that was not proven, and finds nothing when run again.
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -33,6 +33,7 @@ from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, check
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
+from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
@@ -106,9 +107,15 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
         Exception: such an error, where ``config.strict`` is set.
     """
     report = RewriteReport()
-    for module in graph_modules(gm):
+    modules = graph_modules(gm)
+    for module in modules:
         mark_state_in_bodies(module.graph)
+        before, direct = len(report.candidates), len(report.direct)
         _rewrite_one(module, report)
+        found, called = report.candidates[before:], report.direct[direct:]
+        for named_as in renamed_by_calls(modules, module):
+            report.candidates += [replace(candidate, module_path=named_as(candidate.module_path)) for candidate in found]
+            report.direct += map(named_as, called)
     return report
 
 

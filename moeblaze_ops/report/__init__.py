@@ -28,7 +28,7 @@ def report() -> Explanation:
         zeros = tuple(".".join(filter(None, (place.inside, name))) for name in candidate.zeros)
         candidate = replace(candidate, zeros=zeros)
         sizes = () if place.kind else (entry.K, entry.E, entry.D, entry.F)  # a function may be called with other weights
-        listed[place.model, sizes, candidate.where, candidate.mode, entry.reason or record.dropped is not None] = candidate
+        listed[place.model, sizes, candidate.where, candidate.mode] = candidate
     candidates = list(listed.values())
     if len({candidate.mode for candidate in candidates}) == 1:
         candidates = [replace(candidate, mode="") for candidate in candidates]

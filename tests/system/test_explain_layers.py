@@ -539,6 +539,25 @@ def test_report_lists_a_layer_once_that_is_compiled_in_the_model_and_in_its_bloc
     assert whole.startswith("moeblaze: 2 of 2 MoE layers rewritten\n") and "layers.*.up.*.weight" in whole
 
 
+@pytest.mark.parametrize("experts", [Dense, Guarded, lambda: moeblaze_ops.MoE(16, 24, 4, 2)], ids=["dense", "guarded", "ours"])
+def test_blocks_of_a_region_that_is_compiled_once_are_counted_each(caplog, nothing_said, experts):
+    region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
+
+    class Regional(Blocks):
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + region(layer, x)
+            return region(self.layers[0], x)  # once more
+
+    model, x = Regional(experts, 3), torch.randn(6, 16, requires_grad=True)
+    explained = moeblaze_ops.explain(model, x)
+    with rewriting_backend() as backend:
+        torch.compile(model, backend=backend)(x)
+    report = moeblaze_ops.report()
+    assert names_in(explained) == names_in(report) == ([] if report.direct else ["layers.0", "layers.1", "layers.2"])
+    assert explained.direct == report.direct in (0, 3)
+
+
 class Asking(Dense):
     """A layer that can be told to look at its output between two experts, which Dynamo cannot follow."""
 
