@@ -28,7 +28,7 @@ from moeblaze_ops.explanation import (
     short_place,
     with_code,
 )
-from moeblaze_ops.plain_words import changes_outside, first_line, in_plain_words
+from moeblaze_ops.plain_words import checkpoints_eagerly, in_plain_words
 from moeblaze_ops.unchanged import as_it_is, unchanged
 
 one_at_a_time = threading.RLock()
@@ -144,7 +144,7 @@ def direct_layers(records: list, switch: types.ModuleType) -> int:
 
 
 def _candidates(records: list, graphs: list[_Graph], names: "_Names", switch: types.ModuleType) -> Iterator[Candidate]:
-    for entry, record in switch.outcomes(records):
+    for entry, record in {id(entry): (entry, record) for entry, record, *_ in switch.outcomes(records)}.values():
         graph = next((graph for graph in graphs if graph.report is record.report), None)
         for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
             name = names.of(entry.module_path, list(run.names.values()))
@@ -163,7 +163,7 @@ def candidate_of(
         detail = _with_names(entry.detail, run.names)
         return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, detail, mode)
     if record.dropped is not None:
-        return Candidate(where, spelling, reason=f"its function was compiled as written: {first_line(record.dropped)}", mode=mode)
+        return Candidate(where, spelling, reason=f"its function runs as written: {in_plain_words(record.dropped)}", mode=mode)
     before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
     idle = (name for layer in record.idle if layer.module_path == entry.module_path for name in layer.inputs)
     zeros = tuple(run.names.get(name, _unnamed(name)) for name in idle)
@@ -184,7 +184,8 @@ def notes_of(records: list, breaks: list[str], captured: bool, switch: types.Mod
                 continue
             loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
             at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
-            left = "what {} checkpoints is not compiled" if changes_outside(record.reason) else "nothing of {} itself is compiled"
+            is_part = checkpoints_eagerly(record.reason)
+            left = "what {} checkpoints is not compiled" if is_part else "nothing of {} itself is compiled"
             yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {in_plain_words(reason)}"

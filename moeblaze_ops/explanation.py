@@ -12,7 +12,8 @@ _REMEDIES = {
     "say by `moeblaze_ops.declare` what a library's operator computes",
     "ROUTING": "multiply each expert's output by the score with which the token chose it, found by comparing expert ids",
     "SLOT_WEIGHTS": "sort and gather the routing weights like the tokens that they belong to",
-    "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without a norm inside",
+    "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without a norm or dropout of an "
+    "adapter inside",
     "ACTIVATION": "use a pointwise function of the projections, of numbers, and of four learned ones at most",
     "PROJECTION_WEIGHTS": "give every expert its own weights, stacked [E, ...] or as one module each",
     "SAME_PERMUTATION": "bring the outputs back by the order that the tokens were sorted in",

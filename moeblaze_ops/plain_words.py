@@ -3,6 +3,7 @@
 import re
 
 _CHANGES_OUTSIDE = "Unsafe side effect"
+_SEQUENTIAL = "`checkpoint_sequential`"
 _PLAIN_WORDS = {
     "Data-dependent branching": "a branch depends on the elements of a tensor",
     "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
@@ -22,6 +23,8 @@ def in_plain_words(reason: str) -> str:
     first = first_line(reason)
     said = re.sub(r"^\w+: ", "", first)
     meaning = next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
+    if _SEQUENTIAL in reason:
+        meaning = "it is called by checkpoint_sequential, which is not traced: call torch.utils.checkpoint.checkpoint instead"
     return f"{meaning} ({first})" if meaning else first
 
 
@@ -31,9 +34,9 @@ def first_line(text: str) -> str:
     return first_line(rest) if first.endswith(" raised:") and rest.strip() else first
 
 
-def changes_outside(reason: str) -> bool:
-    """Whether what a function checkpoints changes something outside of it, so that all in it runs in eager mode.
+def checkpoints_eagerly(reason: str) -> bool:
+    """Whether Dynamo leaves all to eager mode that a function checkpoints: it changes something outside, or is called by torch.
 
-    collected.append(router_logits)      but not  return router_logits
+    collected.append(router_logits), checkpoint_sequential(blocks, 2, x)      but not  return router_logits, checkpoint(block, x)
     """
-    return _CHANGES_OUTSIDE in first_line(reason)
+    return _CHANGES_OUTSIDE in first_line(reason) or _SEQUENTIAL in reason

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import sympy
 import torch
 
-from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
+from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, at_least_fp32
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 
@@ -25,10 +25,10 @@ class ChangingNumber:
 
 
 def changing(view: GraphView, number: torch.SymFloat, dtype: torch.dtype) -> Value:
-    """The number as a tensor of rank 0."""
+    """The number as a tensor of rank 0, which is as exact as what operators compute in."""
     if number.node.hint is None:
         raise NotCanonical("a number that the graph computes")
-    return view.make("number", ChangingNumber(number.node.expr, number), shape=(), dtype=dtype)
+    return view.make("number", ChangingNumber(number.node.expr, number), shape=(), dtype=at_least_fp32(dtype))
 
 
 def is_changing(e: Expr) -> bool:

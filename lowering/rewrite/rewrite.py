@@ -6,7 +6,7 @@ nothing that was not proven, and finds nothing when run again.
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
-from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.operands.find_operands import HOLDS_NUMBER, Operand
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, specialize
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
@@ -33,12 +33,13 @@ from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, check
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
+from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals.callers import places
-from moeblaze_ops.lowering.torch_internals.frames import counters
+from moeblaze_ops.lowering.torch_internals.frames import counters, is_of_host
 from moeblaze_ops.ops import direct
 
 log = logging.getLogger(__name__)
@@ -106,9 +107,15 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
         Exception: such an error, where ``config.strict`` is set.
     """
     report = RewriteReport()
-    for module in graph_modules(gm):
+    modules = graph_modules(gm)
+    for module in modules:
         mark_state_in_bodies(module.graph)
+        before, direct = len(report.candidates), len(report.direct)
         _rewrite_one(module, report)
+        found, called = report.candidates[before:], report.direct[direct:]
+        for named_as in renamed_by_calls(modules, module):
+            report.candidates += [replace(candidate, module_path=named_as(candidate.module_path)) for candidate in found]
+            report.direct += map(named_as, called)
     return report
 
 
@@ -130,6 +137,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     _erase_unread(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
+    numbers = _hold_numbers(edits)
     try:
         view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
@@ -148,7 +156,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         detail = tolerate(error)
         candidates = [_declined(decline) for decline in _failed(gm.graph, results, detail)]
     else:
-        _erase(gm, dead)
+        unread = [node for number in numbers if not number.users for node in (number.all_input_nodes[0], number)]
+        _erase(gm, [*dead, *(node for node in unread if node not in dead)])
     meet_before_gathers(gm.graph)
     for candidate in candidates:
         report.candidates.append(candidate)
@@ -156,6 +165,26 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         left = f"left alone, {candidate.reason}: {candidate.detail}"
         outcome = left if candidate.reason else f"rewritten to {candidate.became}"
         log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+
+
+def _hold_numbers(edits: Edits) -> list[fx.Node]:
+    """Tensors of the numbers that the program may change, which operators read where an activation has one.
+
+    F.silu(h) * self.scale, from the second value of ``scale`` on
+    """
+    numbers = [node for node in edits.graph.nodes if is_of_host(node) and isinstance(fake_of(node), torch.SymFloat)]
+    sources = {source for node in numbers for source in node.all_input_nodes}
+    inputs = [fake_of(node) for node in edits.graph.find_nodes(op="placeholder") if node not in sources]
+    tensors = [fake for fake in inputs if isinstance(fake, torch.Tensor)]
+    device = next((fake.device for fake in tensors if fake.device.type != "cpu"), "cpu")
+    dtype = torch.float64 if any(fake.dtype == torch.float64 for fake in tensors) else torch.float32
+    held = []
+    for node in numbers:
+        insert = Inserter(edits, node)
+        # A product with a tensor is what AOTAutograd takes for a number that need not be guarded.
+        held.append(insert.call("mul", insert.call(torch.ones, (), dtype=dtype, device=device), node))
+        held[-1].meta[HOLDS_NUMBER] = True
+    return held
 
 
 def _erase_unread(graph: fx.Graph) -> None:

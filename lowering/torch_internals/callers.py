@@ -139,6 +139,16 @@ def is_resumed(code: CodeType) -> bool:
     """Whether it is what remains of a function after a graph break."""
     return _RESUMES.match(code.co_name) is not None
 
+
+
+def place_in(where: str) -> tuple[str, str, int]:
+    """Name, file and line of ``function (file:line)``; what remains of a function after a break has the name of that."""
+    function, _, place = where.removesuffix(")").rpartition(" (")
+    file, _, line = place.rpartition(":")
+    resumes = _RESUMES.match(function)
+    return resumes[1] if resumes else function, file, int(line or 0)
+
+
 _RESUMES = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
 
 

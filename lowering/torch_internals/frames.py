@@ -37,7 +37,7 @@ _looked_at_again = convert_frame.Tracker()
 
 _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
-_compiled_module: ContextVar[nn.Module | None] = ContextVar("moeblaze_compiled_module", default=None)
+_compiled_frame: ContextVar["Frame | None"] = ContextVar("moeblaze_compiled_frame", default=None)
 
 
 def marked_dynamic(placeholder: fx.Node) -> set[int]:
@@ -53,10 +53,22 @@ class Frame:
     code: CodeType
     backend: Callable
     export: bool
+    fullgraph: bool
+    module: nn.Module | None
 
     @property
     def where(self) -> str:
         return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
+
+    @property
+    def lines(self) -> range:
+        numbers = [line for *_, line in self.code.co_lines() if line is not None]
+        return range(min(numbers), max(numbers) + 1)
+
+    def ends_in_eager_mode(self, error: Exception) -> bool:
+        """True if Dynamo skips all that runs this code from now on, what it was compiled to before as well."""
+        is_soft = isinstance(error, (exc.SkipFrame, exc.Unsupported, exc.UserError))
+        return (is_soft or dynamo_config.suppress_errors) and not self.fullgraph
 
 
 def install_frame_hook(
@@ -91,11 +103,13 @@ def install_frame_hook(
                 return original(*bound.args, **bound.kwargs)
 
             given = (arguments["locals"].get(name) for name in ("self", "fn"))  # "fn" where Dynamo wraps a module of torch's own
-            token = _compiled_module.set(next((value for value in given if isinstance(value, nn.Module)), None))
+            module = next((value for value in given if isinstance(value, nn.Module)), None)
+            frame = Frame(code, backend, arguments.get("export", False), arguments["one_graph"], module)
+            token = _compiled_frame.set(frame)
             try:
-                return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
+                return hook(compile_code, frame)
             finally:
-                _compiled_module.reset(token)
+                _compiled_frame.reset(token)
 
         return compile_frame
 
@@ -131,9 +145,15 @@ def trace_alone(function: Callable, backend: Callable) -> None:
         modes.stack = entered
 
 
+def compiled_frame() -> Frame | None:
+    """The frame that is being compiled."""
+    return _compiled_frame.get()
+
+
 def compiled_module() -> nn.Module | None:
     """The module whose function is being compiled."""
-    return _compiled_module.get()
+    frame = _compiled_frame.get()
+    return None if frame is None else frame.module
 
 
 def is_of_module(placeholder: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch import fx
 
 from moeblaze_ops import config
 from moeblaze_ops.compile import given_up
-from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
+from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, Place, keep
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.torch_internals import callers, frames
 from moeblaze_ops.lowering.torch_internals.callers import CallPath, path_of
@@ -96,11 +96,9 @@ def compiled_by_attempts(
     if why_no_attempts() is not None:
         return None, None
     path, resumes = callers.path_to(frame.code), callers.is_resumed(frame.code)
-    numbers = [line for *_, line in frame.code.co_lines() if line is not None]
-    lines = range(min(numbers), max(numbers) + 1)
     tries: list[_Tried] = []
     for follows_branches in (True, False):
-        attempt = given_up.Attempt(path, lines, frames.compiled_module(), resumes, follows_branches)
+        attempt = given_up.Attempt(path, frame.lines, frame.module, resumes, follows_branches)
         if given_up.is_one_too_many():
             break
         if (cause := given_up.known(attempt)) is not None:
@@ -153,6 +151,15 @@ def rewrite(gm: fx.GraphModule) -> Any:
         return _rewrite_attempted(gm, attempt)
     report = rewrite_graph(gm)
     keep(GraphRecord(report))
+    return report
+
+
+def rewrite_alone(gm: fx.GraphModule) -> Any:
+    """As ``rewrite``, where nothing tells when the code of the graph runs: it is taken to run."""
+    is_part = _report.get() is not None
+    report = rewrite(gm)
+    if not is_part:
+        report.runs.append(Place.of(frames.compiled_module()))
     return report
 
 

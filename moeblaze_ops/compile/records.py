@@ -4,8 +4,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ class GraphRecord:
     idle: tuple = ()
     place: Place = field(default_factory=lambda: Place.of(frames.compiled_module()))
     mode: str = field(default_factory=_mode)
+    where: str = field(default_factory=lambda: getattr(frames.compiled_frame(), "where", ""))
 
     @property
     def places(self) -> list[Place]:
@@ -82,6 +84,41 @@ class FrameRecord:
     without_ops: bool = False  # there was nothing to compile
     line: str = ""
     in_loop: bool = False  # which makes Dynamo give up the whole frame
+    eager: range | None = None  # the lines of the function, where it runs in eager mode from now on
+    place: Place = field(default_factory=lambda: Place.of(frames.compiled_module()))
+    mode: str = field(default_factory=_mode)
+
+    def ends(self, outcome: "Outcome") -> bool:
+        """True if this function ran a layer: it, what remains of it after a break, or one around it, in which this was a part.
+
+        forward, torch_dynamo_resume_in_forward_at_31, the forward that called it      but not      one that it calls
+        """
+        own, of = callers.place_in(self.where), callers.place_in(outcome.record.where)
+        if own[:2] == of[:2] and of[2] in (self.eager or ()):
+            return True
+        place, inside = outcome.place, f"{self.place.inside}."
+        is_same = (place.model, outcome.record.mode) == (self.place.model, self.mode)
+        is_around = place.inside != self.place.inside and inside.startswith(place.inside)
+        return is_same and is_around and f"{place.name_of(outcome.entry.module_path)}.".startswith(inside)
+
+
+class Outcome(NamedTuple):
+    """What became of a layer: its entry in the report of a graph, the record of that, and a place that the graph ran for."""
+
+    entry: Any
+    record: GraphRecord
+    place: Place
+    ended: bool = False  # the code that was compiled ran once, and does not any more
+
+    @property
+    def line(self) -> tuple[str, str]:
+        """The layer as a place in the code."""
+        return self.entry.source, self.record.mode
+
+    @property
+    def layer(self) -> tuple[int, str, str, str]:
+        """The layer as a part of a model."""
+        return self.place.model, self.place.name_of(self.entry.module_path), *self.line
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
@@ -107,21 +144,39 @@ def listen(listener: Callable[[Record], None]) -> None:
     _listeners.append(listener)
 
 
-def outcomes(records: Iterable[Record]) -> Iterator[tuple[Any, GraphRecord]]:
-    """What became of each layer, and the record of its graph; of a dropped frame the layers that were seen nowhere else."""
-    graphs = [record for record in records if isinstance(record, GraphRecord)]
+def outcomes(records: Iterable[Record]) -> Iterator[Outcome]:
+    """What became of each layer; of a dropped frame the layers that were seen nowhere else."""
+    found = _as_they_run(records)
     # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
-    kept = [(entry, record) for record in graphs if record.dropped is None for entry in record.report.candidates]
-    settled = {(entry.source, record.mode) for entry, record in kept if entry.reason is None}
-    declined = {(entry.source, record.mode) for entry, record in kept if entry.reason is not None}
-    for record in graphs:
-        entries = record.report.rewritten + record.report.declined
-        for entry in entries:
-            line = entry.source, record.mode
-            again = line in settled or (entry.reason is not None and line in declined)
-            if record.dropped is None or not again:
-                yield entry, record
-        settled.update((entry.source, record.mode) for entry in entries)
+    kept = [outcome for outcome in found if outcome.record.dropped is None]
+    run = {outcome.layer for outcome in kept}
+    settled = {outcome.line for outcome in kept if outcome.entry.reason is None}
+    declined = {outcome.line for outcome in kept if outcome.entry.reason is not None}
+    for _, of_graph in groupby(found, lambda outcome: id(outcome.record)):
+        alike = list(of_graph)
+        for outcome in alike:
+            again = outcome.line in settled or (outcome.entry.reason is not None and outcome.line in declined)
+            if outcome.record.dropped is None or not (outcome.layer in run if outcome.ended else again):
+                yield outcome
+        settled.update(outcome.line for outcome in alike if not outcome.ended)
+
+
+def _as_they_run(records: Iterable[Record]) -> list[Outcome]:
+    """What became of each layer of each graph, whose code may not have run, or run no more."""
+    found: list[Outcome] = []
+    for record in records:
+        if isinstance(record, GraphRecord):
+            if record.dropped is None and not record.report.runs:
+                record = replace(record, dropped="what it was compiled to has not run")
+            entries = record.report.rewritten + record.report.declined
+            found += [Outcome(entry, record, place) for place in record.places for entry in entries]
+        elif isinstance(record, FrameRecord) and record.eager is not None:
+            ended: set[tuple] = set()
+            for number, outcome in reversed([*enumerate(found)]):
+                if outcome.record.dropped is None and (outcome.layer in ended or record.ends(outcome)):
+                    ended.add(outcome.layer)
+                    found[number] = outcome._replace(record=replace(outcome.record, dropped=record.reason), ended=True)
+    return found
 
 
 def recent_records() -> list[Record]:

@@ -21,9 +21,9 @@ def noting_places(gm: fx.GraphModule, report: Any, compiled: Callable) -> Callab
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     of_modules = [number for number, node in enumerate(inputs) if frames.is_of_module(node)]
-    if not of_modules or not (report.candidates or report.direct):
+    if not (report.candidates or report.direct):
         return compiled
-    ends = itemgetter(of_modules[0], of_modules[-1])
+    ends = itemgetter(of_modules[0], of_modules[-1]) if of_modules else lambda args: (None, None)
     seen: set[tuple[int, int]] = set()
     is_method = frames.compiled_module() is not None
 

@@ -21,7 +21,7 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.arguments.traced_activations import in_dynamo_by
 from moeblaze_ops.compile import peft
-from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
+from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewrite_alone, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
 from moeblaze_ops.compile.runs import noting_places
 from moeblaze_ops.distributed import whole_weights
@@ -29,7 +29,7 @@ from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering.graph import operators
 from moeblaze_ops.lowering.torch_internals import callers, frames, graphs, inductor
 from moeblaze_ops.ops import accumulation
-from moeblaze_ops.plain_words import changes_outside
+from moeblaze_ops.plain_words import checkpoints_eagerly
 
 _enabled = False
 
@@ -77,7 +77,7 @@ def moeblaze_backend(
         mode, options: as for Inductor.
     """
     backend = frames.inductor_backend(mode, options, **keywords)
-    with rewritten(rewrite(gm)):
+    with rewritten(rewrite_alone(gm)):
         return backend(gm, example_inputs)
 
 
@@ -172,7 +172,7 @@ def _rewriting_first(backend: Callable, asked_for: Callable) -> Callable:
 def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
     """Rewrite a graph that reaches Inductor on another way than from a frame: of a backend of the user's, or exported."""
     if _enabled:
-        rewrite(gm)
+        rewrite_alone(gm)
 
 
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: frames.Frame) -> Any:
@@ -185,9 +185,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: frames.Frame
         # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.
         cause = failure or error
         without_ops, in_loop = frames.says_no_ops(error), "loop" in str(error).lower()
-        keep(FrameRecord(frame.where, str(cause), without_ops, callers.place_of(cause), in_loop))
+        eager = frame.lines if frame.ends_in_eager_mode(error) else None
+        keep(FrameRecord(frame.where, str(cause), without_ops, callers.place_of(cause), in_loop, eager))
         raise
-    for reason in filter(changes_outside, breaks()):
+    for reason in filter(checkpoints_eagerly, breaks()):
         keep(FrameRecord(frame.where, reason))
     return compiled
 

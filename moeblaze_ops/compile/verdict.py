@@ -14,7 +14,7 @@ from moeblaze_ops import config
 from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, Record, listen, outcomes
 from moeblaze_ops.explanation import folded, frame_name, short_place
 from moeblaze_ops.lowering.torch_internals import callers
-from moeblaze_ops.plain_words import changes_outside
+from moeblaze_ops.plain_words import checkpoints_eagerly
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +58,12 @@ def _say() -> None:
 def verdict(records: list[Record]) -> tuple[str, bool]:
     """The line on these records, empty where there was nothing like a layer; and whether anything was left."""
     rewritten, left = [], []
-    found = ((entry, record, place) for entry, record in outcomes(records) for place in record.places)
-    for entry, record, place in found:  # blocks of equal code share a graph
+    for entry, record, place, _ in outcomes(records):  # blocks of equal code share a graph
         name = place.name_of(entry.module_path) or short_place(entry.source)
         if entry.reason is None and record.dropped is None:
             rewritten.append(name)
         else:
-            left.append((name, entry.reason or "its function was compiled as written"))
+            left.append((name, entry.reason or "its function runs as written"))
     eager, changing = _eager(records), _changing(records)
     if not (rewritten or left or eager or changing):
         return "", False
@@ -76,7 +75,7 @@ def verdict(records: list[Record]) -> tuple[str, bool]:
     if eager:
         parts.append(f"left to eager mode, for a branch on data: {_shown(eager)}")
     if changing:
-        parts.append(f"left to eager mode, with all that it checkpoints, for a side effect in it: {_shown(changing)}")
+        parts.append(f"left to eager mode, with all that it checkpoints: {_shown(changing)}")
     if left or eager or changing:
         parts.append("moeblaze_ops.report() says more")
     else:
@@ -92,16 +91,16 @@ def _eager(records: list[Record]) -> list[str]:
         if isinstance(record, CaptureRecord):
             has_branch |= bool(record.left)
         elif isinstance(record, FrameRecord):
-            if has_branch and not (record.without_ops or changes_outside(record.reason)):
+            if has_branch and not (record.without_ops or checkpoints_eagerly(record.reason)):
                 found[frame_name(record.where)] = None
             has_branch = False
     return list(found)
 
 
 def _changing(records: list[Record]) -> list[str]:
-    """Functions that Dynamo gave up since what they checkpoint changes something outside of it: there may be layers in it."""
+    """Functions of which Dynamo compiles nothing that they checkpoint: there may be layers in it."""
     frames = [record for record in records if isinstance(record, FrameRecord)]
-    return list(dict.fromkeys(frame_name(frame.where) for frame in frames if changes_outside(frame.reason)))
+    return list(dict.fromkeys(frame_name(frame.where) for frame in frames if checkpoints_eagerly(frame.reason)))
 
 
 def _shown(names: list[str]) -> str:

@@ -4,7 +4,6 @@ A folder, since Python warns of a module that is imported already when ``-m`` ru
 """
 
 from dataclasses import replace
-from itertools import groupby, product
 
 from moeblaze_ops.explain import candidate_of, direct_layers, notes_of
 from moeblaze_ops.explanation import Explanation
@@ -24,14 +23,12 @@ def report() -> Explanation:
     if not records:
         notes["nothing was compiled with rewriting; enable() compiles nothing itself, torch.compile does"] = None
     listed = {}
-    for _, outcomes in groupby(switch.outcomes(records), lambda outcome: id(outcome[1])):
-        (_, record), *_ = alike = list(outcomes)
-        for place, (entry, _) in product(record.places, alike):
-            candidate = candidate_of(entry, record, place.name_of(entry.module_path), record.mode)
-            zeros = tuple(".".join(filter(None, (place.inside, name))) for name in candidate.zeros)
-            candidate = replace(candidate, zeros=zeros)
-            sizes = () if place.kind else (entry.K, entry.E, entry.D, entry.F)  # a function may be called with other weights
-            listed[place.model, sizes, candidate.where, candidate.mode, candidate.reason] = candidate
+    for entry, record, place, _ in switch.outcomes(records):
+        candidate = candidate_of(entry, record, place.name_of(entry.module_path), record.mode)
+        zeros = tuple(".".join(filter(None, (place.inside, name))) for name in candidate.zeros)
+        candidate = replace(candidate, zeros=zeros)
+        sizes = () if place.kind else (entry.K, entry.E, entry.D, entry.F)  # a function may be called with other weights
+        listed[place.model, sizes, candidate.where, candidate.mode] = candidate
     candidates = list(listed.values())
     if len({candidate.mode for candidate in candidates}) == 1:
         candidates = [replace(candidate, mode="") for candidate in candidates]

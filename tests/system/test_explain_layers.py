@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
@@ -22,6 +22,7 @@ from moeblaze_ops import config
 from moeblaze_ops.compile import records, verdict
 from moeblaze_ops.explanation import folded
 from moeblaze_ops.plain_words import first_line, in_plain_words
+from tests.door.programs import calls_of
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -423,13 +424,23 @@ def test_what_is_checkpointed_with_a_side_effect_is_named(caplog, nothing_said):
     model, x = Recording(), torch.randn(6, 16, requires_grad=True)
     model.seen = []
     (line,) = said(caplog, model, x)
-    assert re.search(r"left to eager mode, with all that it checkpoints, for a side effect in it: forward \(\S+:\d+\);", line)
+    assert re.search(r"left to eager mode, with all that it checkpoints: forward \(\S+:\d+\);", line)
     assert "skip_fwd_side_effects_in_bwd_under_checkpoint" in str(moeblaze_ops.report())
     torch._dynamo.reset()
     model.seen.clear()
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         (line,) = said(caplog, model, x, level=logging.INFO)
     assert "layers rewritten: layers." in line and len(model.seen) == 2
+
+
+def test_what_checkpoint_sequential_calls_is_named(caplog, nothing_said):
+    class Sequential(Blocks):
+        def forward(self, x):
+            return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+    (line,) = said(caplog, Sequential(), torch.randn(6, 16, requires_grad=True))
+    assert re.search(r"left to eager mode, with all that it checkpoints: forward \(\S+:\d+\);", line)
+    assert "call torch.utils.checkpoint.checkpoint instead" in str(moeblaze_ops.report())
 
 
 def test_dry_runs_say_nothing(caplog, nothing_said):
@@ -526,6 +537,65 @@ def test_report_lists_a_layer_once_that_is_compiled_in_the_model_and_in_its_bloc
         model(torch.randn(6, 16))
     assert str(moeblaze_ops.report()) == whole
     assert whole.startswith("moeblaze: 2 of 2 MoE layers rewritten\n") and "layers.*.up.*.weight" in whole
+
+
+@pytest.mark.parametrize("experts", [Dense, Guarded, lambda: moeblaze_ops.MoE(16, 24, 4, 2)], ids=["dense", "guarded", "ours"])
+def test_blocks_of_a_region_that_is_compiled_once_are_counted_each(caplog, nothing_said, experts):
+    region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
+
+    class Regional(Blocks):
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + region(layer, x)
+            return region(self.layers[0], x)  # once more
+
+    model, x = Regional(experts, 3), torch.randn(6, 16, requires_grad=True)
+    explained = moeblaze_ops.explain(model, x)
+    with rewriting_backend() as backend:
+        torch.compile(model, backend=backend)(x)
+    report = moeblaze_ops.report()
+    assert names_in(explained) == names_in(report) == ([] if report.direct else ["layers.0", "layers.1", "layers.2"])
+    assert explained.direct == report.direct in (0, 3)
+
+
+class Asking(Dense):
+    """A layer that can be told to look at its output between two experts, which Dynamo cannot follow."""
+
+    asks = False
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            out = out + (weights * (chosen == e)).sum(dim=-1, keepdim=True) * self.down[e](F.silu(self.up[e](x)))
+            if self.asks and out.sum() > 1e9:
+                break
+        return out
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_report_drops_layers_whose_function_ended_in_eager_mode(nothing_said, by_block):
+    """What Dynamo gives up once it skips for ever, whatever it had compiled before."""
+    model, x = Blocks(Asking, 2), torch.randn(6, 16)
+    with rewriting_backend() as backend:
+        run = compiled_blocks(model, backend) if by_block else torch.compile(model, backend=backend)
+        for asks, rewritten in ((False, 2), (True, 0), (False, 0)):
+            model.layers[1].asks = asks
+            run(x)
+            with calls_of(torch.ops.moeblaze.dispatch.default) as dispatched:
+                run(x)
+            report = moeblaze_ops.report()
+            assert str(report).startswith(f"moeblaze: {rewritten} of 2 MoE layers rewritten")
+            assert len(dispatched) == sum(layer.became is not None for layer in report.candidates) == rewritten
+
+
+def test_report_drops_layers_whose_code_never_ran(nothing_said):
+    def fails(gm, example_inputs):
+        raise RuntimeError("no compiler here")
+
+    with switch.rewriting(fails), torch._dynamo.config.patch(suppress_errors=True):
+        torch.compile(Blocks(), backend=fails)(torch.randn(6, 16))
+    assert str(moeblaze_ops.report()).startswith("moeblaze: 0 of 3 MoE layers rewritten\n")
 
 
 def test_report_lists_a_layer_once_that_changes(nothing_said):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import tee
+from itertools import chain, tee
 from typing import TypeAlias
 
 import torch
@@ -18,6 +18,9 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
+
+HOLDS_NUMBER = "moeblaze_holds_number"
+"""In the ``meta`` of a tensor that holds a number of the program, for operators to read."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ class Finder:
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
-        tensors = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
+        numbers = (node for node, at in view.position.items() if at < self._position and HOLDS_NUMBER in node.meta)
+        nodes = chain(dependencies(view, root), numbers)
+        tensors = (node for node in nodes if isinstance(fake_of(node), torch.Tensor))  # no setitem
         self._walk: Iterator[fx.Node] = filter(has_storage, tensors)  # no slice under vmap
         self._found: dict[tuple, Operand | None] = {}
 

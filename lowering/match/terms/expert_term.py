@@ -293,15 +293,15 @@ def _read_hidden(
 
 
 def _parameters(e: Expr, binders: frozenset[Expr]) -> Iterator[Expr]:
-    """The largest parts of an activation that are the same for all tokens and features, and no numbers.
+    """The largest parts of an activation that are the same for all tokens and features, and no numbers that stay as they are.
 
-        gate * torch.sigmoid(self.beta * gate) * up          # beta
+        gate * torch.sigmoid(self.beta * gate) * up          # beta: a parameter, or a number that changes from call to call
         gate * torch.sigmoid(self.beta[t] * gate) * up       # none: it depends on the token
     """
     if e.kind in ("add", "mul"):
         for part in e.args:
             yield from _parameters(part, binders)
-    elif e.free <= binders and not is_changing(e):
+    elif e.free <= binders:
         if e.kind != "const":
             yield e
     elif e.kind == "call":
