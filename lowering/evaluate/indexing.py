@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
@@ -91,7 +89,7 @@ class IndexingRules:
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
         (row,) = indices
-        if _is_any(row, value.shape[0]) or row.kind == "var" and free_unbacked_symbols(row.args[1]):
+        if _is_any(row, value.shape[0]):
             return self._true_element(mask, dim, row)
         return self.algebra.leaf(value, indices)
 

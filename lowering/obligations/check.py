@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
-from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
-from moeblaze_ops.lowering.obligations.markers import shared_with_host
+from moeblaze_ops.lowering.obligations.markers import LEAF, shared_with_host
 from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.lowering.torch_internals.frames import is_of_host
 from moeblaze_ops.ops.register import NAMESPACE
@@ -21,7 +21,12 @@ from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
 
 def unproven(gm: fx.GraphModule) -> str | None:
-    """What keeps a graph from being what the program computes: numbers that the host shares, counts of what are no experts."""
+    """What keeps a graph from being what the program computes: numbers that the host shares, counts of what are no experts.
+
+    And zeros that were to have a gradient.
+    """
+    if leaves := [node for graph in graphs_of(gm) for node in _leaves_that_are_seen(graph)]:
+        return f"{', '.join(named(leaves))} is made with requires_grad=True, and what is made of it has no other gradient"
     if shared := [node for graph in graphs_of(gm) for node in _writes_to_shared(graph)]:
         return f"{', '.join(named(shared))} writes to numbers that the host shares"
     return "ids may be no numbers of experts" if any(map(unknown_counted_ids, graphs_of(gm))) else None
@@ -73,6 +78,21 @@ def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
         if node.target is shared_with_host and (storage := storage_of(node)) is not None:
             shared.add(storage)
+
+
+def _leaves_that_are_seen(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What was to have a gradient of its own, where a reader is no new tensor that has one without it, or that has none.
+
+        zeros = torch.zeros(T, D, requires_grad=True)
+        zeros.index_add(0, token, y)            but not     zeros.view(-1), return zeros, zeros += y, which raises an error
+    """
+    switches = any(target_name(node) in GRADIENT_MODES for node in graph.nodes)
+    for node in graph.nodes:
+        off = node.meta.get(LEAF) is False and not switches
+        new = (isinstance(fake_of(user), torch.Tensor) and storage_of(user) != storage_of(node) for user in node.users)
+        graded = (off or needs_gradient(user) for user in node.users)
+        if LEAF in node.meta and not (all(new) and all(graded)):
+            yield node
 
 
 def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]:

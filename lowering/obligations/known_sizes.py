@@ -4,7 +4,8 @@
     part = rows[start : start + counts[e]]      so it is for slices of all groups of rows, which are counts of all ids
     sum(counts.tolist())                        and for the counts themselves
 
-Slices with the same bounds have the same size, and so has all that one mask selects.
+Slices with the same bounds have the same size, and so has all that one mask selects, and tokens that have a slot which is
+alone in having it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +18,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
-_PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between", "item"))
+_PARTS = frozenset((
+    "split", "split_with_sizes", "getitem", "rows_between", "item", "where", "nonzero", "masked_select",
+))  # fmt: skip
 
 
 def known_sizes(view: GraphView) -> dict[sympy.Symbol, sympy.Expr]:
@@ -63,18 +67,10 @@ def have_rows(view: GraphView, parts: tuple[fx.Node, ...]) -> bool:
 def _may_depend_on_data(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or target_name(node) not in _PARTS:
         return False
-    if target_name(node) == "getitem" and not _has_bounds(node.args[1]):
-        return False
     parts = fake_of(node)
     if isinstance(parts, torch.SymInt):
         return True
     return any(free_unbacked_symbols(part) for part in (parts if isinstance(parts, (tuple, list)) else [parts]))
-
-
-def _has_bounds(key: Any) -> bool:
-    """Whether a subscript is a slice with bounds that the graph computes: ``x[start:stop]``, not ``x[mask]`` or ``x[:2]``."""
-    parts = key if isinstance(key, tuple) else (key,)
-    return any(isinstance(bound, fx.Node) for part in parts if isinstance(part, slice) for bound in (part.start, part.stop))
 
 
 def _zeros(view: GraphView) -> Iterator[Size]:
@@ -86,6 +82,8 @@ def _zeros(view: GraphView) -> Iterator[Size]:
     evaluator = Evaluator()
     slices: dict[tuple, dict[int, Size]] = {}
     for mask, lengths in view.lengths.items():
+        if mask.op == "any" and mask.args[0] in view.lengths and _or_none(_has_one_true, evaluator, mask.args[0], mask.args[1]):
+            yield lengths[0] - view.lengths[mask.args[0]][0]
         run = _or_none(evaluator.run, mask) if mask.op == "between" else None
         if run is not None:
             slices.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
@@ -99,6 +97,18 @@ def _zeros(view: GraphView) -> Iterator[Size]:
             total = sum_of_counts(evaluator.algebra, var, counts, len(sizes))
             if total is not None and all(same_size(total, rows) for rows in num_rows):
                 yield sum(sizes.values()) - total
+
+
+def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> bool:
+    """Whether at most one element of a mask is true along an axis, as of one that compares ids that differ with a number.
+
+        (ids == e).any(dim=-1).nonzero()        as many rows as weights[ids == e]
+    """
+    at = evaluator.variables(mask)
+    hits = evaluator.element(mask, at)
+    slots = [at[dim] for dim in dims if mask.shape[dim] != 1]
+    sides = hits.args if hits.kind == "eq" and len(slots) == 1 else ()
+    return not slots or any(are_distinct(evaluator.algebra, side, slots[0]) for side in sides)
 
 
 def _or_none(compute: Callable, *args: Any) -> Any:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from moeblaze_ops.lowering.graph.operators import OURS
 
+LEAF = "moeblaze_leaf"
+"""Where the metadata of a tensor that was asked for with a gradient of its own say whether gradients were on."""
+
 
 def branch_forks() -> None:
     """From here to `branch_begins` stands what the program runs where the work is not done."""

@@ -2,6 +2,7 @@
 
     counts.tolist(), np.cumsum(counts), torch.cat(parts)        `host_numbers`
     sorted(hits), e in hits, x[token.tolist()]                  `hit_loops`
+    torch.zeros(T, D, requires_grad=True)                       `leaves`
 """
 
 import operator
@@ -20,7 +21,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
+from moeblaze_ops.lowering.tracing import hit_loops, host_numbers, leaves
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 from moeblaze_ops.lowering.tracing.same_state import realized
 
@@ -65,6 +66,7 @@ def call(branches: Any, original: Callable, tx: Any, fn: Any, args: list, kwargs
             found, _ = _given_by_python(branches, tx, called.fn, list(map(realized, given)), named)
         elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
             found = branches.instead(host_numbers.handled, tx, called.value, given, named)
+            found = branches.instead(leaves.handled, tx, called.value, given, named) if found is None else found
     return original(tx, fn, args, kwargs) if found is None else tx.push(found)
 
 

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import storage_of
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
+from moeblaze_ops.lowering.obligations.markers import LEAF, branch_begins, branch_ends
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, Numbers
 from moeblaze_ops.lowering.tracing.same_state import realized
 
@@ -99,6 +99,8 @@ class Questions:
             return None
         is_own = not hasattr(torch.Tensor, name) and x.as_proxy().node in self._merged
         is_of_history = name in _OF_HISTORY and function is not setattr and _depends_on_work(x)
+        if name in _OF_HISTORY and LEAF in x.as_proxy().node.meta:
+            return f"`{name}` is asked of a tensor that is made with requires_grad=True"
         return f"`{name}` is asked of a tensor, which depends on whether a branch was taken" if is_own or is_of_history else None
 
     def _text(self, function: Any, args: list[VariableTracker]) -> str | None:

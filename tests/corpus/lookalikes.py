@@ -274,7 +274,29 @@ def experts_read_the_buffer(self, x, weights, ids):
     return out
 
 
-@_lookalike("DISTINCT_EXPERTS")
+@_lookalike("")
+def half_of_the_rows(self, x, weights, ids):
+    """Their number comes of how many an expert has, and they are not all of them."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        first = torch.arange(token.shape[0] // 2)
+        out.index_add_(0, token[first], expert(x[token[first]]) * weights[token[first], slot[first], None])
+    return out
+
+
+@_lookalike("")
+def as_many_rows_as_have_it_first(self, x, weights, ids):
+    """As many as another mask has true elements."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        first = torch.arange((ids[:, 0] == e).nonzero().shape[0])
+        out.index_add_(0, token[first], expert(x[token[first]]) * weights[token[first], slot[first], None])
+    return out
+
+
+@_lookalike("ROUTING")
 def rows_of_slots_that_may_repeat(self, x, weights, ids):
     """A token with two slots of one expert has one row, and two weights."""
     ids = (ids + 1) % len(self.experts)

@@ -143,7 +143,11 @@ INSERTIONS = {
     ),
     "s": ("s = s.detach()", "s.mul_(2)", "s = s.square()", "s[0] = 1.0"),
     "order": ("order = order.flip(0)", "order[0] = order[1]", "order.copy_(order.roll(1))"),
-    "token": ("token.copy_(token.flip(0))", "token = (token + 1) % T"),
+    "token": (
+        "token.copy_(token.flip(0))", "token = (token + 1) % T", "token = token[torch.arange(len(token) // 2)]",
+        "token = token[torch.arange(len(token))]", "token = token[torch.arange((ids[:, 0] == e).nonzero().shape[0])]",
+    ),
+    "hits": ("hits = hits[torch.arange(len(hits) // 2)]", "hits = hits[torch.arange(len(hits))]"),
     "counts": (
         "counts = counts[::-1]", "counts = counts.clamp(max=1)", "counts = counts.roll(1)", "counts[0] = 0", "counts = [1] * E",
     ),
