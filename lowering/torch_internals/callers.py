@@ -140,7 +140,6 @@ def is_resumed(code: CodeType) -> bool:
     return _RESUMES.match(code.co_name) is not None
 
 
-
 def place_in(where: str) -> tuple[str, str, int]:
     """Name, file and line of ``function (file:line)``; what remains of a function after a break has the name of that."""
     function, _, place = where.removesuffix(")").rpartition(" (")
