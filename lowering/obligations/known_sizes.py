@@ -4,8 +4,8 @@
     part = rows[start : start + counts[e]]      so it is for slices of all groups of rows, which are counts of all ids
     sum(counts.tolist())                        and for the counts themselves
 
-Slices with the same bounds have the same size, and so has all that one mask selects, and tokens that have a slot which is
-alone in having it.
+Slices with the same bounds have the same size, and so has all that one mask selects, in whatever shape it stands, and tokens
+that have a slot which is alone in having it.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,13 +77,16 @@ def _zeros(view: GraphView) -> Iterator[Size]:
     """Sums of sizes that are zero."""
     for lengths, whole in view.splits:
         yield sum(lengths) - whole
-    for first, *others in view.lengths.values():
+    of_masks: dict[Value, list[Size]] = {}
+    for mask, lengths in view.lengths.items():
+        of_masks.setdefault(_unshaped(mask), []).extend(lengths)
+    for first, *others in of_masks.values():
         yield from (other - first for other in others)
     evaluator = Evaluator()
     slices: dict[tuple, dict[int, Size]] = {}
-    for mask, lengths in view.lengths.items():
-        if mask.op == "any" and mask.args[0] in view.lengths and _or_none(_has_one_true, evaluator, mask.args[0], mask.args[1]):
-            yield lengths[0] - view.lengths[mask.args[0]][0]
+    for mask, lengths in of_masks.items():
+        if mask.op == "any" and mask.args[0] in of_masks and _or_none(_has_one_true, evaluator, mask.args[0], mask.args[1]):
+            yield lengths[0] - of_masks[mask.args[0]][0]
         run = _or_none(evaluator.run, mask) if mask.op == "between" else None
         if run is not None:
             slices.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
@@ -97,6 +100,13 @@ def _zeros(view: GraphView) -> Iterator[Size]:
             total = sum_of_counts(evaluator.algebra, var, counts, len(sizes))
             if total is not None and all(same_size(total, rows) for rows in num_rows):
                 yield sum(sizes.values()) - total
+
+
+def _unshaped(mask: Value) -> Value:
+    """The mask of which it is another view, which has as many true elements."""
+    while mask.op in ("reshape", "permute"):
+        mask = mask.args[0]
+    return mask
 
 
 def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> bool:
