@@ -78,7 +78,7 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
 def call_of_layer(node: fx.Node) -> str:
     """The call of a layer of ``shard_experts`` in which a node was traced: torch numbers those of a module in a graph."""
     stack = (node.meta.get("nn_module_stack") or {}).items()
-    return next((call for call, (_, kind) in stack if getattr(kind.forward, "runs_sharded_layer", False)), "")
+    return next((call for call, (_, kind) in stack if getattr(kind, "_moeblaze_is_layer", False)), "")
 
 
 @dataclass(frozen=True)

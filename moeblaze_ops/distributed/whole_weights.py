@@ -167,11 +167,12 @@ def read_from_stack(module: nn.Module, keys: dict[str, str], expert: int, weight
 def run_in_layer(module: nn.Module, layer: RunningLayer, whole: bool) -> None:
     """Let ``forward`` of ``module`` count as running ``layer``: the whole of it, or a part."""
     module.__dict__["_moeblaze_layer"] = layer
+    add_members(module, [("_moeblaze_is_layer", _told, (whole,))])
     own = module.__dict__.get("forward")
     if own is not None:
         module.__dict__["forward"] = functools.partial(layer.run, own)
         return
-    add_members(module, [("forward", _forward_of, (whole,))])
+    add_members(module, [("forward", _forward_of, ())])
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -226,11 +227,14 @@ def _stored_in_stack(original: type[nn.Module], key: str) -> property:
     return property(read)
 
 
-def _forward_of(original: type[nn.Module], whole: bool) -> Callable:
+def _told(original: type[nn.Module], value: bool) -> bool:
+    return value
+
+
+def _forward_of(original: type[nn.Module]) -> Callable:
     def forward(self, *args, **kwargs):
         return self._moeblaze_layer.run(original.forward, self, *args, **kwargs)
 
-    forward.runs_sharded_layer = whole
     return forward
 
 

@@ -1,5 +1,6 @@
 """The order of the code that Inductor generates for layers whose tokens move. One process plays a rank of two."""
 
+import functools
 import re
 from collections import Counter
 from unittest import mock
@@ -382,12 +383,13 @@ class Times(nn.Module):
         return [(i + 1) * self.layer(x) for i in range(self.calls)]
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 @pytest.mark.parametrize(
     "setting",
     [{"tokens_per_rank": 8}, {"exchange": "all_gather"}, {"exchange": "all_to_all"}, {"experts_move": "weights"}],
     ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),
 )
-def test_equal_calls_talk_as_often_as_they_are(setting, group, monkeypatch):
+def test_equal_calls_talk_as_often_as_they_are(setting, hooked, group, monkeypatch):
     """A compiler computes equal nodes once; a rank whose graph ends between them does not, nor one where they are not equal."""
     from moeblaze_ops import config
     from moeblaze_ops.distributed import shard_experts
@@ -399,6 +401,8 @@ def test_equal_calls_talk_as_often_as_they_are(setting, group, monkeypatch):
     with mock.patch.object(dist, "all_to_all_single", as_many_come):
         for calls in (1, 2):
             model = Times(calls)
+            if hooked:  # as accelerate does
+                model.layer.forward = functools.partial(type(model.layer).forward, model.layer)
             shard_experts(model, harness.axis())
             graphs = talk_of(model, min_cut_rematerialization_partition, torch.randn(8, zoo.D, requires_grad=True))
             counted.append([Counter(talk) for talk in graphs])
