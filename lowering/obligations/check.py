@@ -86,13 +86,13 @@ def _leaves_that_are_seen(graph: fx.Graph) -> Iterator[fx.Node]:
         zeros = torch.zeros(T, D, requires_grad=True)
         zeros.index_add(0, token, y)            but not     zeros.view(-1), return zeros, zeros += y, which raises an error
     """
-    switches = any(target_name(node) in GRADIENT_MODES for node in graph.nodes)
-    for node in graph.nodes:
-        off = node.meta.get(LEAF) is False and not switches
-        new = (isinstance(fake_of(user), torch.Tensor) and storage_of(user) != storage_of(node) for user in node.users)
-        graded = (off or needs_gradient(user) for user in node.users)
-        if LEAF in node.meta and not (all(new) and all(graded)):
-            yield node
+    leaves = [node for node in graph.nodes if LEAF in node.meta]
+    switches = bool(leaves) and any(target_name(node) in GRADIENT_MODES for node in graph.nodes)
+    for leaf in leaves:
+        new = (isinstance(fake_of(user), torch.Tensor) and storage_of(user) != storage_of(leaf) for user in leaf.users)
+        is_off = leaf.meta[LEAF] is False and not switches
+        if not all(new) or not (is_off or all(map(needs_gradient, leaf.users))):
+            yield leaf
 
 
 def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]:

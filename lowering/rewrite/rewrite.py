@@ -170,7 +170,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
 def _hold_numbers(edits: Edits) -> list[fx.Node]:
     """Tensors of the numbers that the program may change, which operators read where an activation has one.
 
-    F.silu(h) * self.scale, from the second value of ``scale`` on
+        F.silu(h) * self.scale          # from the second value of ``scale`` on
     """
     numbers = [node for node in edits.graph.nodes if is_of_host(node) and isinstance(fake_of(node), torch.SymFloat)]
     sources = {source for node in numbers for source in node.all_input_nodes}

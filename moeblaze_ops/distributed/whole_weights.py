@@ -167,12 +167,13 @@ def read_from_stack(module: nn.Module, keys: dict[str, str], expert: int, weight
 def run_in_layer(module: nn.Module, layer: RunningLayer, whole: bool) -> None:
     """Let ``forward`` of ``module`` count as running ``layer``: the whole of it, or a part."""
     module.__dict__["_moeblaze_layer"] = layer
-    add_members(module, [("_moeblaze_is_layer", _told, (whole,))])
+    members: list[Member] = [("_moeblaze_is_layer", _told, (whole,))]
     own = module.__dict__.get("forward")
-    if own is not None:
+    if own is None:
+        members.append(("forward", _forward_of, ()))
+    else:
         module.__dict__["forward"] = functools.partial(layer.run, own)
-        return
-    add_members(module, [("forward", _forward_of, ())])
+    add_members(module, members)
 
 
 def has_forward(module: nn.Module) -> bool:

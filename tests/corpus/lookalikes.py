@@ -274,26 +274,26 @@ def experts_read_the_buffer(self, x, weights, ids):
     return out
 
 
-@_lookalike("")
-def half_of_the_rows(self, x, weights, ids):
-    """Their number comes of how many an expert has, and they are not all of them."""
+def _first_rows(self, x, weights, ids, count):
+    """Of each expert so many of its rows, the first ones."""
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
         token, slot = torch.where(ids == e)
-        first = torch.arange(token.shape[0] // 2)
+        first = torch.arange(count(token, e))
         out.index_add_(0, token[first], expert(x[token[first]]) * weights[token[first], slot[first], None])
     return out
+
+
+@_lookalike("")
+def half_of_the_rows(self, x, weights, ids):
+    """Their number comes of how many an expert has, and they are not all of them."""
+    return _first_rows(self, x, weights, ids, lambda token, _: token.shape[0] // 2)
 
 
 @_lookalike("")
 def as_many_rows_as_have_it_first(self, x, weights, ids):
     """As many as another mask has true elements."""
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, slot = torch.where(ids == e)
-        first = torch.arange((ids[:, 0] == e).nonzero().shape[0])
-        out.index_add_(0, token[first], expert(x[token[first]]) * weights[token[first], slot[first], None])
-    return out
+    return _first_rows(self, x, weights, ids, lambda _, e: (ids[:, 0] == e).nonzero().shape[0])
 
 
 @_lookalike("ROUTING")
