@@ -14,11 +14,12 @@ random tokens, other ones on each GPU; sdpa; a learning rate of 0. Sides:
     all_to_all, auto     the same with an implementation of transformers, which runs ``grouped_mm``
     all_reduce, NAME@tp  ``DistributedConfig(ep_size=N, tp_size=N)``: all GPUs share the sequences of all
 
-SIDE+compile compiles each layer, with ``backend="moeblaze"`` but for transformers' own; the first side always is, and so is the
-loss. One GPU trains a model of its own with any of them. A step is forward, backward and AdamW (fused, its states in bf16), or
-without AdamW (``--forward-backward``): the mean of ``--steps`` after ``--warm``, of the slowest GPU. TFLOP/s count products as
-Megatron-LM does: 23.0 GFLOP a token for 48 layers and the whole vocabulary. weights: MiB of parameters; kept: allocated by
-forward; peak: all that was allocated at the highest; each of the GPU that has most. With two numbers of layers a row is derived
+SIDE+compile compiles each layer, with ``backend="moeblaze"`` but for transformers' own, and SIDE+graphs with
+``mode="reduce-overhead"`` as well; the first side always is compiled, and so is the loss. One GPU trains a model of its own with
+any of them. A step is forward, backward and AdamW (fused, its states in bf16), or without AdamW (``--forward-backward``): the
+mean of ``--steps`` after ``--warm``, of the slowest GPU. TFLOP/s count products as Megatron-LM does: 23.0 GFLOP a token for 48
+layers and the whole vocabulary. weights: MiB of parameters; kept: allocated by forward; peak: all that was allocated at the
+highest; each of the GPU that has most, and without what a CUDA graph allocates. With two numbers of layers a row is derived
 for 48 from the times of both, and says so. ``--check`` compares gradients in fp32 with those of one GPU: relative to the norm,
 the worst parameter. The file is written after every side.
 """
@@ -40,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.distributed import DistributedConfig
 
-import moeblaze_ops  # noqa: F401
+import moeblaze_ops
 from bench_fsdp import REAL, TINY, largest, shard
 from environment import device, save
 from moeblaze_ops import compile as switch
@@ -96,7 +97,7 @@ class WithoutAttention(nn.Module):
 
 def layout_of(side: str) -> tuple[str, str]:
     """The implementation, and the axis of ``DistributedConfig`` beside that of experts."""
-    implementation, _, axis = side.removesuffix("+compile").partition("@")
+    implementation, _, axis = side.partition("+")[0].partition("@")
     return implementation, axis or ("tp" if implementation == "all_reduce" else "fsdp")
 
 
@@ -127,10 +128,11 @@ def make_model(side: str, layers: int, arguments: argparse.Namespace) -> nn.Modu
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for i, layer in enumerate(model.model.layers):
             layer.gradient_checkpointing = (i + 1) * arguments.checkpointed // layers > i * arguments.checkpointed // layers
-    if side.endswith("+compile") or implementation == "shard_experts":
+    if "+" in side or implementation == "shard_experts":
         ours = implementation in ("shard_experts", "moeblaze")
+        graphs = {"mode": "reduce-overhead"} if side.endswith("+graphs") else {}
         for layer in model.model.layers:
-            layer.compile(backend="moeblaze" if ours else "inductor")
+            layer.compile(backend="moeblaze" if ours else "inductor", **graphs)
     model.loss_function = torch.compile(model.loss_function, backend="inductor")
     return model.train()
 
@@ -342,6 +344,7 @@ def main() -> None:
     parser.add_argument("--checkpointed", type=int, default=0, help="layers whose forward runs again in backward")
     parser.add_argument("--forward-backward", action="store_true", help="no optimizer")
     parser.add_argument("--without-attention", action="store_true", help="layers of norms and experts")
+    parser.add_argument("--arrived-rows", default="exact", choices=["exact", "bound"], help="what ours makes room for")
     parser.add_argument("--check", action="store_true", help="compare gradients in fp32 with those of one GPU")
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
@@ -354,6 +357,7 @@ def main() -> None:
         arguments.vocabulary, arguments.length = 64, min(arguments.length, 32)
         arguments.layers = [min(12, layers) for layers in arguments.layers]
     arguments.forward_backward |= arguments.check
+    moeblaze_ops.config.arrived_rows = arguments.arrived_rows
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
