@@ -7,8 +7,8 @@ every integer or truth value that they come from, the routing weights, and the o
 few numbers a slot. Logits and probabilities are repeated, as the user asked for; gradients of the router read those.
 
 Where tokens move between ranks, all of them have to repeat the same exchanges. Whether backward needs the result of a layer
-depends on what else the partitioner keeps, which it chooses by the sizes of this rank. So what comes back of a layer is kept, and
-what leaves a checkpointed region in which weights have come: layers behind it find it there, and the region is repeated for itself.
+depends on what else the partitioner keeps, which it chooses by the sizes of this rank. So what comes back of a layer is kept. And
+what leaves checkpointed code in which weights have come is: layers behind it find it, and the code is repeated for itself alone.
 """
 
 import operator
