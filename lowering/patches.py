@@ -80,7 +80,9 @@ PATCHES = {
         "ranks talk in the order of the graph", "self", "order"
     ),
     "torch._functorch.partitioners.classify_nodes": Patch(
-        "routing, and what comes back from other ranks, is kept for backward and not repeated", "joint_module, ...", "repeats"
+        "routing, and what comes back from other ranks, is kept for backward and not repeated",
+        "joint_module, static_lifetime_input_indices, num_fwd_outputs",
+        "repeats",
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.variables.base.VariableTracker.__init__": Patch(

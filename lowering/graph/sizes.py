@@ -26,17 +26,17 @@ def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
 def size_of(dim: Any) -> Size:
     """The size of a tensor axis as an int when it is known, else as a sympy expression."""
     expression = dim.node.expr if hasattr(dim, "node") else dim
-    if getattr(expression, "is_Function", False) and statically_known_true(dim == 1):  # x[: len(x) // 2] of 3 rows
-        return 1
+    for part in expression.atoms(sympy.Function) if hasattr(dim, "node") else ():
+        if statically_known_true(dim.node.shape_env.create_symintnode(part, hint=None) == 1):  # x[: len(x) // 2] of 3 rows
+            expression = expression.xreplace({part: sympy.S.One})
     if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
         expression = expression.xreplace(settled)
     return int(expression) if getattr(expression, "is_Integer", True) else expression
 
 
 def same_size(a: Size, b: Size) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+    both = isinstance(a, int) and isinstance(b, int)
+    return a == b if both else sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:

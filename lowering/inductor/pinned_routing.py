@@ -7,7 +7,8 @@ every integer or truth value that they come from, the routing weights, and the o
 few numbers a slot. Logits and probabilities are repeated, as the user asked for; gradients of the router read those.
 
 Where tokens move between ranks, all of them have to repeat the same exchanges. Whether backward needs the result of a layer
-depends on what else the partitioner keeps, which it chooses by the sizes of this rank. So what comes back of a layer is kept.
+depends on what else the partitioner keeps, which it chooses by the sizes of this rank. So what comes back of a layer is kept. And
+what leaves checkpointed code in which weights have come is: layers behind it find it, and the code is repeated for itself alone.
 """
 
 import operator
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 from moeblaze_ops.lowering.torch_internals import graphs
 from moeblaze_ops.ops.sharded.all_to_all import sum_rows
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank
-from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
+from moeblaze_ops.ops.sharded.collectives import arrived, met, sum_parts
 
 _OPS = torch.ops.moeblaze
 ROUTED = (
@@ -48,8 +49,13 @@ def pin_before_partition() -> None:
     graphs.before_partition(_pin)
 
 
-def _pin(graph: fx.Graph) -> None:
-    """Mark what may not be repeated in backward of the layers of a joint graph, as far as it could be."""
+def _pin(graph: fx.Graph, returned: list[fx.Node]) -> None:
+    """Mark what may not be repeated in backward of the layers of a joint graph, as far as it could be.
+
+    Args:
+        returned: what forward returns.
+    """
+    _pin_behind_weights(graph, returned)
     for node in graph.nodes:
         if node.target in (*ROUTED, expert_mlp_by_rank) and graphs.may_be_repeated(node):
             _pin_returned(node)
@@ -78,6 +84,28 @@ def _pin_returned(node: fx.Node) -> None:
         left += later
         if not later and step.target in _IS_BACK:
             graphs.keep_for_backward(step)
+
+
+def _pin_behind_weights(graph: fx.Graph, returned: list[fx.Node]) -> None:
+    """Mark what is computed from weights of other ranks in checkpointed code, and read in forward by other code.
+
+        y = checkpoint(layer, x); z = y + other_layer(y)        the sum of the layer's experts, and no weight
+    """
+    repeated = [node for node in graph.nodes if graphs.is_repeated(node)]
+    of_weights: set[fx.Node] = set()
+    for node in repeated:
+        if node.target is met or not of_weights.isdisjoint(node.all_input_nodes):
+            of_weights.add(node)
+    if not of_weights:
+        return
+    forward, left = set(returned), list(returned)
+    while left:
+        sources = [source for source in left.pop().all_input_nodes if source not in forward]
+        forward.update(sources)
+        left += sources
+    for node in of_weights:
+        if any(reader in forward and not graphs.is_marked(reader) for reader in node.users):
+            graphs.keep_for_backward(node)
 
 
 def _goes_on(rows: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.graph.undoable_edits import Edits
@@ -79,6 +79,28 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         _erase(graph, _assert_ids(views[graph], result.work) if graph in views else {})
     result.work = {node for node in result.work if not node._erased}
     return result
+
+
+def may_share_memory(gm: fx.GraphModule) -> bool:
+    """True if two of the tensors that a graph returns, or is given, share memory where the work of branches is not done.
+
+        out = start
+        if len(rows) > 0: out = out + y
+        return out, start                           and not     return out + x, start
+    """
+
+    def shares(graph: fx.Graph) -> bool:
+        same: dict[int | None, set[int | None]] = {}  # whose memory a tensor's may be in the program
+        for end in graph.find_nodes(op="call_function", target=branch_ends):
+            for pair in zip(*end.args[1:3], strict=True):
+                before, after = (storage_of(operand) if isinstance(operand, fx.Node) else None for operand in pair)
+                same.setdefault(after, {after}).update(same.get(before, {before}))
+        returned = graph.output_node().all_input_nodes
+        held = {storage_of(node) for node in (*returned, *graph.find_nodes(op="placeholder"))} - {None}
+        memory = [same.get(own, {own}) - {None} for own in held]
+        return sum(map(len, memory)) > len(set().union(*memory))
+
+    return any(map(shares, graphs_of(gm)))
 
 
 def _from(node: fx.Node, end: fx.Node) -> Iterator[fx.Node]:

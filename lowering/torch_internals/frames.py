@@ -199,13 +199,6 @@ def ends_in_break(gm: fx.GraphModule) -> bool:
     return reason is not None and reason.graph_break
 
 
-def resumes(compiled: Any) -> bool:
-    """Whether the bytecode that a frame was compiled to calls what remains of the frame, after a graph break."""
-    bytecode = compiled.bytecode
-    parts = [constant.co_name for constant in bytecode.co_consts if isinstance(constant, CodeType)]
-    return any("resume_at" in name or "resume_in" in name for name in (*bytecode.co_names, *parts))
-
-
 def look_again() -> None:
     """Let Dynamo look once more at the frames of which it compiled nothing: what breaks a plain graph may be captured now."""
     for reference in list(convert_frame.input_codes.seen):

@@ -1,11 +1,13 @@
 """Graphs on their way from Dynamo to Inductor: the hook before one is looked up, keys of caches, what backward finds."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moeblaze_ops.lowering import patches
@@ -76,14 +78,22 @@ def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
     patches.install("graphs", {"compile_fx._compile_fx_main": replacement})
 
 
-def before_partition(visit: Callable[[fx.Graph], None]) -> None:
-    """Show ``visit`` each graph of forward and backward, whatever its backend, before what backward finds is chosen."""
+def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
+    """Show ``visit`` each graph of forward and backward, whatever its backend, before what backward finds is chosen.
+
+    And what forward returns.
+    """
 
     def replacement(original):
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def classify(joint_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            visit(joint_module.graph)
-            return original(joint_module, *args, **kwargs)
+        def classify(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            graph = given["joint_module"].graph
+            returned = tree_leaves(graph.output_node().args)[: given["num_fwd_outputs"]]
+            visit(graph, [node for node in returned if isinstance(node, fx.Node)])
+            return original(*args, **kwargs)
 
         return classify
 
@@ -93,7 +103,17 @@ def before_partition(visit: Callable[[fx.Graph], None]) -> None:
 def may_be_repeated(node: fx.Node) -> bool:
     """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config
-    return node.meta.get("recompute") is not None or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+    return is_marked(node) or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+
+
+def is_marked(node: fx.Node) -> bool:
+    """True if a node is in a region of checkpointing, or is told to be kept or repeated in another way."""
+    return node.meta.get("recompute") is not None
+
+
+def is_repeated(node: fx.Node) -> bool:
+    """True if a node of forward is computed once more in backward: checkpointed code does, but for what its policy saves."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def keep_for_backward(node: fx.Node) -> None:

@@ -40,6 +40,9 @@ class LongerLists:
         self._lines: dict[int, tuple[VariableTracker, str]] = {}
         self._conditions: dict[int, dict[int, list[Condition]]] = {}  # of each list, by which data a part is there
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def add(self, tx: Any, found: VariableTracker, start: int, line: str, condition: Condition) -> list[Any] | None:
         """Take a list for longer by its parts from ``start`` on, which are there by ``condition``; None where that would be seen.
 

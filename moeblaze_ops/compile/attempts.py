@@ -37,7 +37,7 @@ else:
 
 log = logging.getLogger(__name__)
 
-_BREAK = "its graph breaks elsewhere, and what remains of it is traced on its own"
+_BREAK = "its graph breaks, and what follows may write to two tensors that are one, or ask how long a list is"
 
 
 class NotJustified(RuntimeError):
@@ -183,19 +183,20 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
-    traced, ends_in_break = attempt.branches, frames.ends_in_break(gm)
+    traced = attempt.branches
     work: set[fx.Node] = set()
     graded: list[fx.Node] = []
     unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
     if traced is not None:
+        is_seen = frames.ends_in_break(gm) and (traced.longer or branches.may_share_memory(gm))
         discharged = branches.discharge(gm)
         if reason := traced.left or discharged.reason:
             traced.left = reason
             attempt.give_up(reason, filter(None, [discharged.at]))
         work, graded = discharged.work, discharged.graded
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
-    if attempt.assumes and ends_in_break:
-        attempt.give_up(_BREAK)
+        if is_seen:
+            attempt.give_up(_BREAK)
     if unproven is not None:
         attempt.give_up(unproven)
     guarded = guarded_inputs(gm, work)
@@ -242,8 +243,6 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
     try:
         with tracing(watched):
             compiled = compile_frame(frame.code)
-        if attempt.assumes and frames.resumes(compiled):
-            attempt.left = _BREAK
     except Exception as error:
         if attempt.error is not None:
             for record in attempt.records(None):

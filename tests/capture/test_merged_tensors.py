@@ -8,6 +8,7 @@ import operator
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
@@ -247,3 +248,118 @@ def test_gradients_that_flow_either_way_are_no_obstacle():
         x = torch.randn(12, layer.scale.shape[1])
         torch.testing.assert_close(run(x), layer(x))
     assert len(rewritten_in(records)) == 1
+
+
+# A graph that breaks behind the loop: what follows is traced on its own, and may ask or write to what the loop left.
+
+
+def _routed(layer, x):
+    """Of tokens whose first feature is not above 0, no id is an expert's."""
+    weights, ids = layer.router(x)
+    return x, weights, torch.where(x[:, :1] > 0, ids, 4)
+
+
+def _sum(layer, x):
+    for _, _, now in _rounds(layer, *_routed(layer, x), torch.zeros_like(x)):
+        out = now
+    return out
+
+
+def hands_on_what_is_made_of_it(layer, x):
+    y = x + _sum(layer, x)
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def hands_on_the_sum(layer, x):
+    out = _sum(layer, x)
+    torch._dynamo.graph_break()
+    out += 1
+    return out
+
+
+def checkpointed(layer, x):
+    y = x + checkpoint(_sum, layer, x, use_reentrant=False)
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def asks_later_which_it_is(layer, x):
+    start = torch.zeros_like(x)
+    for _, _, now in _rounds(layer, *_routed(layer, x), start):
+        out = now
+    torch._dynamo.graph_break()
+    return out + (out is start)
+
+
+def writes_later_to_its_start(layer, x):
+    start = torch.zeros_like(x)
+    for _, _, now in _rounds(layer, *_routed(layer, x), start.view(x.shape)):
+        out = now
+    torch._dynamo.graph_break()
+    start += 1
+    return out
+
+
+def writes_later_to_an_input(layer, x):
+    for _, _, now in _rounds(layer, *_routed(layer, x), x):
+        out = now
+    torch._dynamo.graph_break()
+    out += 1
+    return x
+
+
+def writes_later_to_one_of_two(layer, x):
+    start = torch.zeros_like(x)
+    for _, _, now in _rounds(layer, *_routed(layer, x), start):
+        one = now
+    for _, _, now in _rounds(layer, *_routed(layer, 2 * x), start):
+        other = now
+    torch._dynamo.graph_break()
+    one += 1
+    return other
+
+
+def asks_later_how_many_experts(layer, x):
+    x, weights, ids = _routed(layer, x)
+    out, used = torch.zeros_like(x), []
+    for e in range(len(layer.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out = out.index_add(0, token, layer.experts[e](x[token]) * weights[token, slot, None])
+            used.append((weights,))
+    y = x + out
+    torch._dynamo.graph_break()
+    return y + len(used)
+
+
+def _run_broken(function) -> list:
+    """What became of the layer, with tokens of which some, or all, choose no expert."""
+    layer = make_layer(function)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
+        run = torch.compile(function, backend=backend)
+        for most in (9, 0):
+            x = torch.randn(12, layer.router.gate.in_features).clamp(max=most)
+            torch.testing.assert_close(run(layer, x.clone()), function(layer, x.clone()))
+    return rewritten_in(records)
+
+
+@pytest.mark.parametrize("function", [hands_on_what_is_made_of_it, hands_on_the_sum, checkpointed], ids=lambda f: f.__name__)
+def test_a_break_behind_a_layer_keeps_it(function):
+    """Of checkpointed code, nothing would be compiled if its frame were given up."""
+    assert len(_run_broken(function)) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        asks_later_which_it_is,
+        writes_later_to_its_start,
+        writes_later_to_an_input,
+        writes_later_to_one_of_two,
+        asks_later_how_many_experts,
+    ],  # fmt: skip
+    ids=lambda f: f.__name__,
+)
+def test_what_a_break_hands_on_is_what_eager_has(function):
+    _run_broken(function)

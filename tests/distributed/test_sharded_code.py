@@ -357,19 +357,27 @@ def talk_of(model: nn.Module, partition, *inputs: torch.Tensor, dynamic: bool | 
     return graphs
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
-def test_what_backward_repeats_does_not_follow_from_sizes(partition, group):
-    """Nor with a backend that is not Inductor: every rank exchanges the same then."""
+def test_what_backward_repeats_does_not_follow_from_sizes(partition, known, group):
+    """Nor with a backend that is not Inductor: every rank exchanges the same then.
+
+    Weights of a layer that is not ``known`` move, and what it gave is there when backward comes to the layer behind it.
+    """
     from moeblaze_ops.distributed import shard_experts
+    from tests.distributed.rank_programs import Cumulative
     from tests.tools import sharded_layers as harness
 
     model = Repeated()
+    if not known:
+        model.layers[0] = Cumulative()
     shard_experts(model, harness.axis())
     of_some, of_none = (
         talk_of(model, partition, *(torch.randn(count, zoo.D, requires_grad=True) for count in counts), dynamic=True)[1]
         for counts in ((2, 5), (0, 5))
     )
     assert of_some == of_none and "moeblaze.experts_over_ranks_backward.default" in of_some
+    assert known or "_c10d_functional.all_gather_into_tensor.default" in of_some, "weights are kept"
 
 
 class Times(nn.Module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.corpus import lookalikes
 from tests.corpus.zoo import catalogue as zoo
@@ -125,6 +126,11 @@ def test_every_layer_is_found(name):
     assert len(backend.rewritten) == LAYERS.get(name, len(network.layers)) and not backend.reasons
 
 
+def for_one_slot() -> nn.Module:
+    """Products for one row and one slot, whose widths Dynamo has as multiples of what is known to be 1."""
+    return zoo.stacked("gathered_einsum", K=1, normalise=False)
+
+
 def onto_half(x, layers, w):
     """What is done with half of the rows is the same for one row as for several."""
     y = x + layers[0](x)
@@ -145,6 +151,7 @@ FEW_ROWS = {
     "half of the rows": lambda x, layers, w: (y := x[: len(x) // 2]) + layers[0](y),
     "half of the result": onto_half,
     "behind a look-alike": lambda x, layers, w: (y := lookalikes_of(x, w)) + layers[0](y),
+    "half of the rows, checkpointed": lambda x, layers, w: checkpoint(layers[0], x[: len(x) // 2], use_reentrant=False),
 }
 
 
@@ -153,7 +160,8 @@ FEW_ROWS = {
 ])  # fmt: skip
 def test_one_layer_is_found_once_however_few_rows_there_are(name, rows, dynamic):
     """Ranks that have other numbers of tokens do the same."""
-    network = Network(FEW_ROWS[name], gathered() if name == "half of the rows" else masked())
+    layer = {"half of the rows": gathered, "half of the rows, checkpointed": for_one_slot}.get(name, masked)
+    network = Network(FEW_ROWS[name], layer())
     assert len(check_against_eager(network, torch.randn(rows, zoo.D), dynamic=dynamic).rewritten) == 1
 
 
