@@ -19,7 +19,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops.explanation import folded
 from moeblaze_ops.plain_words import first_line, in_plain_words
-from tests.corpus.blocks import Blocks, Branching, Dense, Guarded
+from tests.corpus.zoo.blocks import Blocks, Branching, Dense, Guarded
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +141,7 @@ def test_fsdp2(tmp_path):
     program = (
         "import torch, torch.distributed as dist, moeblaze_ops\n"
         "from torch.distributed.fsdp import fully_shard\n"
-        "from tests.corpus.blocks import Blocks\n"
+        "from tests.corpus.zoo.blocks import Blocks\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meeting', rank=0, world_size=1)\n"
         "model = torch.nn.Sequential(torch.nn.Linear(16, 16), Blocks(count=2))\n"
         "[fully_shard(layer) for layer in model[1].layers]\n"
@@ -160,7 +160,7 @@ def test_four_threads(tmp_path):
     """Each gets its own right answer; without the lock Dynamo crashed the process."""
     program = (
         "import threading, torch, moeblaze_ops\n"
-        "from tests.corpus.blocks import Blocks\n"
+        "from tests.corpus.zoo.blocks import Blocks\n"
         "results = []\n"
         "def explain(count):\n"
         "    results.append((count, len(moeblaze_ops.explain(Blocks(count=count), torch.randn(6, 16)).candidates)))\n"

@@ -14,7 +14,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile import records, verdict
-from tests.corpus.blocks import Blocks, Branching, Dense, Guarded
+from tests.corpus.zoo.blocks import Blocks, Branching, Dense, Guarded
 from tests.door.programs import calls_of
 from tests.tools.rewrite_harness import rewriting_backend
 
