@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr,
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.activation import Formulas, is_double
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _read_hidden(
         scale, bare, others = _input_scale(hidden, halves, parameters), function, routing
         if scale and all(half.kind == "sum" for half in halves):
             bare, others = _unscaled(algebra, function, routing, symbols, scale, movable)
-        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable)
+        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable, is_double(halves))
 
     learned: tuple[Expr, ...] = ()
     try:
@@ -333,6 +333,7 @@ def _read_activation(
     parameters: tuple[Expr, ...],
     movable: bool,
 ) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
+    double: bool,
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
 
     They are not ``movable`` where they would be out of a sum with a bias.
@@ -342,11 +343,11 @@ def _read_activation(
     half = algebra.const(0.5)  # of the GELU written by hand, when the routing weight has a constant too
     doubled = (algebra.mul(algebra.const(2), *constants), *others)
     for own, rest in (((), routing), (constants, others), ((half,) if constants else (), doubled)):
-        named = formulas.name(algebra.mul(hidden, *own), halves)
+        named = formulas.name(algebra.mul(hidden, *own), halves, double)
         if named is not None:
             return *named, rest
     try:
-        return *formulas.text(hidden, halves, parameters), routing
+        return *formulas.text(hidden, halves, parameters, double), routing
     except ValueError as error:
         raise Declined(Reason.ACTIVATION, f"{_spelled_activation(hidden, halves)}: {error}") from error
 
