@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpre
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.expert_term import made_by
+from moeblaze_ops.lowering.match.terms.expert_term import holds_comparison, made_by
 from moeblaze_ops.lowering.match.terms.routing_term import Routing, read_compared
 
 _NO_PROJECTIONS = "an expert without projections"
@@ -48,7 +48,7 @@ class ZeroComputationTerm:
 def is_routed(term: Expr, feature: Expr) -> bool:
     """A cheap look: whether a comparison decides which tokens get the term."""
     shared = (f for f in factors_of(term) if feature not in f.free or f.kind in ("add", "cast", "sum"))
-    return any(next(iter(subexpressions(f, lambda e: e.kind in ("eq", "any"))), None) is not None for f in shared)
+    return any(map(holds_comparison, shared))
 
 
 def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) -> Iterator[ZeroComputationTerm]:

@@ -83,7 +83,7 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     binders: set[Expr] = set()
     while True:
         outputs = [f for f in factors_of(e) if feature in f.free]
-        chosen = chosen or any(map(_compares, (f for f in factors_of(e) if f not in outputs)))
+        chosen = chosen or any(map(holds_comparison, (f for f in factors_of(e) if f not in outputs)))
         if len(outputs) != 1:
             return False
         e = outputs[0]
@@ -126,10 +126,11 @@ def _scales_input(hidden: Expr) -> bool:
 
     A sum of projections is no activation: it may be the output of another layer, for a linear layer behind it.
     """
-    return _compares(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
+    return holds_comparison(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
 
 
-def _compares(e: Expr) -> bool:
+def holds_comparison(e: Expr) -> bool:
+    """True if a part of ``e`` is a comparison, or whether any holds."""
     return next(iter(subexpressions(e, lambda s: s.kind in ("eq", "any"))), None) is not None
 
 
@@ -332,8 +333,8 @@ def _read_activation(
     halves: tuple[Expr, ...],
     parameters: tuple[Expr, ...],
     movable: bool,
-) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
     double: bool,
+) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
 
     They are not ``movable`` where they would be out of a sum with a bias.
