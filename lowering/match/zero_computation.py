@@ -156,7 +156,7 @@ def _weights(product: Expr) -> tuple[float, Counter]:
 def _vector(finder: Finder, vector: Expr, feature: Expr, is_x: Callable[[Operand], bool]) -> tuple[Operand, bool]:
     """What holds the vector, and whether it is the same for all tokens."""
     width = feature.args[1]
-    if vector.free <= {feature} and (found := finder.find_vector(vector, feature, width)) is not None:
+    if vector.free <= {feature} and (found := finder.find_table((vector,), (width, (feature,)))) is not None:
         return found, True
     found = finder.find((vector,), (feature,), width)
     prove(found is not None and is_x(found), Reason.OTHER_TERMS, _OTHER.format(made_by(vector, feature)))
