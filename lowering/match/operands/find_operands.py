@@ -71,11 +71,14 @@ class Finder:
         self._walk: Iterator[fx.Node] = filter(has_storage, tensors)  # no slice under vmap
         self._found: dict[tuple, Operand | None] = {}
 
-    def find(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
-        """The node ``[..., width]`` whose element at (token, column) is the target, for every column."""
-        key = (targets, columns, depth)
+    def find(self, targets: Indices, columns: Indices, width: Size, depth: int = 0, *, integers: bool = False) -> Operand | None:
+        """The node ``[..., width]`` whose element at (token, column) is the target, for every column.
+
+        A cast of ``integers`` to floating point, which has the same elements, is passed over.
+        """
+        key = (targets, columns, depth, integers)
         if key not in self._found:
-            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth)
+            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth, integers=integers)
         return self._found[key]
 
     def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
@@ -85,15 +88,8 @@ class Finder:
                 return replace(found, turned=bool(turned))
         return None
 
-    def find_ids(self, targets: Indices, columns: Indices, width: Size) -> Operand | None:
-        """The same for expert ids; a cast of them to floating point has the same elements."""
-        found = self.find(targets, columns, width)
-        if found is None or not found.dtype.is_floating_point:
-            return found
-        return self._latest(targets, self._of_tokens(columns, width), integers=True)
-
     def find_scaled(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
-        """The same, or the node that gives all targets when it is multiplied by one number."""
+        """As ``find``, or the node that gives all targets when it is multiplied by one number."""
         found = self.find(targets, columns, width, depth)
         if found is not None:
             return found

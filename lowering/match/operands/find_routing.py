@@ -41,11 +41,11 @@ def find_routing(
         _ask_for_number(top_k, slots)
     columns = tuple(map(algebra.const, range(top_k))) if slot is None else (slot,)
     for ids in _orders(slots):
-        if (found := finder.find_ids(ids, columns, top_k)) is not None:
+        if (found := finder.find(ids, columns, top_k, integers=True)) is not None:
             break
     else:
         ids = tuple(slots)
-        found = joined([finder.find_ids((own,), (algebra.zero,), 1) for own in ids])
+        found = joined([finder.find((own,), (algebra.zero,), 1, integers=True) for own in ids])
         prove(found is not None, *_unaligned(ids, "expert ids"))
     products = tuple(next(iter(products_of[own])) for own in ids)
     if alike and all(product is algebra.one for product in products):
