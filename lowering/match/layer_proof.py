@@ -110,19 +110,9 @@ def prove_layer(
     Raises:
         Declined: it is not proven to be one.
     """
-    try:
-        return _layer_as_read(view, evaluator, formulas, candidate, refusal)
-    except Declined:
-        terms = [of_experts_alone(evaluator.algebra, term, candidate.feature) for term in candidate.terms]
-        if terms == list(candidate.terms):
-            raise
-    return _layer_as_read(view, evaluator, formulas, replace(candidate, terms=terms), refusal)
-
-
-def _layer_as_read(
-    view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate, refusal: Refusal
-) -> MoEMatch:
-    experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in candidate.terms]
+    terms = [of_experts_alone(evaluator.algebra, term, candidate.feature) for term in candidate.terms]
+    candidate = replace(candidate, terms=terms)
+    experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in terms]
 
     def stated(split: bool) -> MoEMatch:
         match = _Proof(view, evaluator, formulas, candidate).layer(experts, split)
@@ -221,8 +211,7 @@ class _Proof:
         activations = {(expert.activation, bool(expert.scale), expert.dropout) for expert in routed.experts}
         prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = routed.experts[0]
-        if not split:
-            routed = self._in_order_of_memory(routed)
+        routed = self._in_order_of_memory(routed)
         stored = self._stored(routed, split)
         if fake_of(self.view.writes.get(root, root)).requires_grad:
             _prove_reached(lead.activation, x, stored)

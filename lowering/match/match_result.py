@@ -81,10 +81,14 @@ class MoEMatch:
         return any(self.low_rank_up) or bool(self.low_rank_down)
 
     @property
+    def views(self) -> list[WeightView]:
+        """The weights and biases of experts, without adapters."""
+        return [*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else [])]
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of separate expert weights and biases that are joined by a copy, in forward and again in backward."""
-        views = (*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else []))
-        return sum(view.copied_bytes for view in views)
+        return sum(view.copied_bytes for view in self.views)
 
 
 @dataclass(frozen=True)

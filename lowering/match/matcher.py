@@ -33,6 +33,7 @@ from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, i
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
     describe_last,
+    holds_comparison,
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
@@ -215,7 +216,7 @@ class Matcher:
                 ends = min(rows, key=lambda row: self.view.position[row.node]).args[2].node
                 detail = f"the groups of '{ends.name}' are {NO_COUNTS}"
                 return Decline(root, ends, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
-            masked = [term for term in terms if _is_masked(term) and _is_vector(term, feature)]
+            masked = [term for term in terms if holds_comparison(term) and _is_vector(term, feature)]
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
@@ -380,7 +381,7 @@ def _sums_experts(e: Expr) -> bool:
 
 def _adds_choices(e: Expr) -> bool:
     """A score as the sum of those of single slots."""
-    return e.kind == "add" and not e.has_dot and all(map(_is_masked, e.args))
+    return e.kind == "add" and not e.has_dot and all(map(holds_comparison, e.args))
 
 
 def _may_combine(node: fx.Node) -> bool:
@@ -404,7 +405,3 @@ def _is_vector(term: Expr, feature: Expr) -> bool:
     """
     found = subexpressions(term, lambda e: e is feature or e.kind in ("eq", "any"), over=feature)
     return any(each is feature for each in found)
-
-
-def _is_masked(term: Expr) -> bool:
-    return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None

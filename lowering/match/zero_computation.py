@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpre
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.expert_term import made_by
+from moeblaze_ops.lowering.match.terms.expert_term import holds_comparison, made_by
 from moeblaze_ops.lowering.match.terms.routing_term import Routing, read_compared
 
 _NO_PROJECTIONS = "an expert without projections"
@@ -48,7 +48,7 @@ class ZeroComputationTerm:
 def is_routed(term: Expr, feature: Expr) -> bool:
     """A cheap look: whether a comparison decides which tokens get the term."""
     shared = (f for f in factors_of(term) if feature not in f.free or f.kind in ("add", "cast", "sum"))
-    return any(next(iter(subexpressions(f, lambda e: e.kind in ("eq", "any"))), None) is not None for f in shared)
+    return any(map(holds_comparison, shared))
 
 
 def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) -> Iterator[ZeroComputationTerm]:
@@ -156,7 +156,7 @@ def _weights(product: Expr) -> tuple[float, Counter]:
 def _vector(finder: Finder, vector: Expr, feature: Expr, is_x: Callable[[Operand], bool]) -> tuple[Operand, bool]:
     """What holds the vector, and whether it is the same for all tokens."""
     width = feature.args[1]
-    if vector.free <= {feature} and (found := finder.find_vector(vector, feature, width)) is not None:
+    if vector.free <= {feature} and (found := finder.find_table((vector,), (width, (feature,)))) is not None:
         return found, True
     found = finder.find((vector,), (feature,), width)
     prove(found is not None and is_x(found), Reason.OTHER_TERMS, _OTHER.format(made_by(vector, feature)))

@@ -25,7 +25,7 @@ from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
-from moeblaze_ops.lowering.match.operands.find_operands import HOLDS_NUMBER, Operand
+from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, specialize
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
@@ -183,7 +183,6 @@ def _hold_numbers(edits: Edits) -> list[fx.Node]:
         insert = Inserter(edits, node)
         # A product with a tensor is what AOTAutograd takes for a number that need not be guarded.
         held.append(insert.call("mul", insert.call(torch.ones, (), dtype=dtype, device=device), node))
-        held[-1].meta[HOLDS_NUMBER] = True
     return held
 
 

@@ -56,9 +56,8 @@ class ShardedWeights:
 
 def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
     """What stores the layer's weights, if all of them are gathered from shards of whole experts."""
-    views = _views(match)
     stored: dict[fx.Node, fx.Node] = {}
-    for view in views:
+    for view in match.views:
         source = _gathered_from(view.nodes[0]) if len(view.nodes) == 1 else None
         if source is None or not _by_experts(view, source, match.E):
             return None
@@ -236,10 +235,6 @@ def meet_before_gathers(graph: fx.Graph) -> None:
         whole.append(node)  # where ranks would have talked: tokens of a later layer may leave from there on
         if not whole.users:
             graph.erase_node(whole)
-
-
-def _views(match: MoEMatch) -> list[WeightView]:
-    return [*match.w_up, *match.b_up, match.w_down, *([match.b_down] if match.b_down else [])]
 
 
 def _is_call(node: fx.Node, method: str) -> bool:

@@ -71,7 +71,7 @@ class Statement:
             return
         if any(match.dropout) and match.experts is not None and not self._has_one_slot_each():
             return  # an output of two slots is dropped for both
-        apart = any(view.apart for view in (*match.w_up, *match.b_up, match.w_down, *filter(None, [match.b_down])))
+        apart = any(view.apart for view in match.views)
         by_ids = match.experts is not None and not apart
         for experts, slots in product(get_args(Experts), get_args(Slots)):
             if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and (slots == "inside" or not by_ids)):

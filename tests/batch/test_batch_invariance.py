@@ -15,7 +15,7 @@ from moeblaze_ops import config
 from moeblaze_ops.cpu import row_pieces
 from moeblaze_ops.memory.row_ranges import choose_parts
 from tests.batch.cases import Layer, Pool, Sizes, WrittenLayer, contract_program, different_bits, draw, run
-from tests.system.test_explain_layers import Dense
+from tests.corpus.zoo.blocks import Dense
 
 SIZES = {
     "gated": Sizes(64, 96, 6, 2),

@@ -167,7 +167,7 @@ def one_of_two_masks(self, x, weights, ids):
     return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
 
 
-@_lookalike("STATEMENT")
+@_lookalike("SLOT_WEIGHTS")
 def weights_swapped_between_slots(self, x, weights, ids):
     """For the tokens of one expert."""
     out = torch.zeros_like(x)
@@ -341,7 +341,7 @@ def some_rows_by_split(self, x, weights, ids):
     return out
 
 
-@_lookalike("STATEMENT")
+@_lookalike("SLOT_WEIGHTS")
 def write_through_an_alias(self, x, weights, ids):
     out = torch.zeros_like(x) + self.experts[0](x) * _share(weights, ids, 0)
     flat = out.view(-1)

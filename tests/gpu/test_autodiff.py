@@ -5,7 +5,7 @@ import torch
 from torch.func import jvp
 
 import moeblaze_ops
-from tests.system.test_explain_layers import Blocks, Dense, Guarded
+from tests.corpus.zoo.blocks import Blocks, Dense, Guarded
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import moeblaze_ops
 from moeblaze_ops import config
-from tests.system.test_explain_layers import Dense, Guarded
+from tests.corpus.zoo.blocks import Dense, Guarded
 from tests.tools.rewrite_harness import rewriting_backend
 
 IDLE = 3

@@ -14,7 +14,7 @@ from moeblaze_ops import comparison, config
 from moeblaze_ops.lowering.rewrite import rewrite
 from moeblaze_ops.lowering.torch_internals import frames
 from moeblaze_ops.verify import Verification
-from tests.system.test_explain_layers import Blocks, Dense, Guarded
+from tests.corpus.zoo.blocks import Blocks, Dense, Guarded
 
 
 @pytest.fixture(autouse=True)

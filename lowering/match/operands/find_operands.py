@@ -1,7 +1,7 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, tee
@@ -18,9 +18,6 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
-
-HOLDS_NUMBER = "moeblaze_holds_number"
-"""In the ``meta`` of a tensor that holds a number of the program, for operators to read."""
 
 
 @dataclass(frozen=True)
@@ -53,79 +50,46 @@ class Operand:
         return rounds and not holds_all(self.dtype, stored)
 
 
-Ways: TypeAlias = Callable[[tuple[Size, ...]], Iterable[Sequence[Indices]]]
-"""The ways in which a tensor of a shape may hold something: for each of them the indices of every target."""
+Places: TypeAlias = Callable[[tuple[Size, ...]], Sequence[Indices] | None]
+"""The indices of every target in a tensor of a shape; None if it has no place for them."""
+
+Axis: TypeAlias = tuple[Size, Indices]
+"""The size of an axis and the index of each target, or one for all of them."""
 
 
 class Finder:
-    """Looks for operands among the nodes that one result depends on, the latest first."""
+    """Looks for operands among the nodes before a result: those that it depends on, the latest first, then the others."""
 
     def __init__(self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: Indices, sizes: tuple[Size, ...]):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
-        numbers = (node for node, at in view.position.items() if at < self._position and HOLDS_NUMBER in node.meta)
-        nodes = chain(dependencies(view, root), numbers)
+        others = (node for node, at in view.position.items() if at < self._position)  # such as tensors of the program's numbers
+        nodes = chain(dependencies(view, root), others)
         tensors = (node for node in nodes if isinstance(fake_of(node), torch.Tensor))  # no setitem
         self._walk: Iterator[fx.Node] = filter(has_storage, tensors)  # no slice under vmap
         self._found: dict[tuple, Operand | None] = {}
 
-    def find(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
-        """The node ``[..., width]`` whose element at (token, column) is the target, for every column."""
-        key = (targets, columns, depth)
+    def find(self, targets: Indices, columns: Indices, width: Size, depth: int = 0, *, integers: bool = False) -> Operand | None:
+        """The node ``[..., width]`` whose element at (token, column) is the target, for every column.
+
+        A cast of ``integers`` to floating point, which has the same elements, is passed over.
+        """
+        key = (targets, columns, depth, integers)
         if key not in self._found:
-            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth)
+            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth, integers=integers)
         return self._found[key]
 
-    def find_turned(self, targets: Indices, columns: Indices, width: Size, depth: int) -> Operand | None:
-        """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
-        found = self._latest(targets, _of_shape((width, self.num_tokens), [(c, self.token) for c in columns]), depth)
-        return found and replace(found, turned=True)
-
-    def find_places(self, targets: Indices, experts: Indices, place: Expr, sizes: tuple[Size, Size]) -> Operand | None:
-        """The node ``[E, C]``, or turned ``[C, E]``, whose element at (expert, place) is the target, for every expert."""
-        for turned, ways in enumerate(_of_places(experts, place, sizes)):
-            if (found := self._latest(targets, ways)) is not None:
+    def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
+        """The node over axes, the first two of them ``turned`` or not, that has every target; ``reshaped``: in any shape."""
+        for turned, order in enumerate(_orders(axes)):
+            if (found := self._latest(targets, self._over(order, len(targets), reshaped), depth)) is not None:
                 return replace(found, turned=bool(turned))
         return None
 
-    def find_of_slots(self, targets: Indices, experts: Indices, slot: Expr, count: int) -> Operand | None:
-        """The node of ``[T, K, E]``, or turned ``[K, T, E]``, whose element at (token, slot, expert) is the target."""
-        of_token, of_slot = (self.num_tokens, self.token), (slot.args[1], slot)
-        for turned, outer in enumerate(((of_token, of_slot), (of_slot, of_token))):
-            sizes, places = (*(size for size, _ in outer), count), [(*(at for _, at in outer), expert) for expert in experts]
-
-            def ways(shape: tuple[Size, ...], sizes=sizes, places=places) -> Iterator[Sequence[Indices]]:
-                if same_size(math.prod(shape), math.prod(sizes)):
-                    yield [self._evaluator.reshape_indices(sizes, shape, place) for place in places]
-
-            if (found := self._latest(targets, ways)) is not None:
-                return replace(found, turned=bool(turned), of_slots=True)
-        return None
-
-    def find_vector(self, target: Expr, place: Expr, size: Size) -> Operand | None:
-        """The node ``[C]`` whose element at a place is the target."""
-        return self._latest((target,), _of_shape((size,), [(place,)]))
-
-    def find_of_experts(self, targets: Indices, experts: Indices, count: int) -> Operand | None:
-        """The node of ``count`` elements, whatever the token, of which each expert's is the target."""
-
-        def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
-            if same_size(math.prod(shape), count):
-                yield [self._evaluator.reshape_indices((count,), shape, (expert,)) for expert in experts]
-
-        return self._latest(targets, ways)
-
-    def find_ids(self, targets: Indices, columns: Indices, width: Size) -> Operand | None:
-        """The same for expert ids; a cast of them to floating point has the same elements."""
-        found = self.find(targets, columns, width)
-        if found is None or not found.dtype.is_floating_point:
-            return found
-        return self._latest(targets, self._of_tokens(columns, width), integers=True)
-
     def find_scaled(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
-        """The same, or the node that gives all targets when it is multiplied by one number."""
+        """As ``find``, or the node that gives all targets when it is multiplied by one number."""
         found = self.find(targets, columns, width, depth)
         if found is not None:
             return found
@@ -144,43 +108,44 @@ class Finder:
 
     def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
         """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
-        orders = (self._order(targets, ways) for ways in _of_places(self._numbers(targets), place, sizes))
+        axes = (sizes[0], self._numbers(targets)), (sizes[1], (place,))
+        orders = (self._order(targets, self._over(order, len(targets))) for order in _orders(axes))
         return next((order for order in orders if order is not None), None)
 
     def is_rectified(self, node: fx.Node) -> bool:
         """True if a node holds what a ReLU gave, whose gradient is zero where it is zero; that of a clamp is one at its bound."""
         return is_rectified(self._view.value_at(node, self._position))
 
-    def _latest(self, targets: Indices, ways: Ways, depth: int = 0, *, integers: bool = False) -> Operand | None:
+    def _latest(self, targets: Indices, places: Places, depth: int = 0, *, integers: bool = False) -> Operand | None:
         """The latest node that holds the targets, or what all of them are a cast of, to be cast."""
-        for node, value, elements in self._read(ways, depth):
+        for node, value, elements in self._read(places, depth):
             if (integers and value.dtype.is_floating_point) or not _are(elements, targets):
                 continue
             return Operand(node, value.dtype)
         attached = tuple(map(self._evaluator.algebra.attached, targets))
         if None not in attached:
-            found = self._latest(attached, ways, depth, integers=integers)
+            found = self._latest(attached, places, depth, integers=integers)
             return found and replace(found, detached=True)
         casts = {target.args[0] if target.kind == "cast" else None for target in targets}
         if len(casts) != 1 or None in casts:
             return None
-        found = self._latest(tuple(target.args[1] for target in targets), ways, depth, integers=integers)
+        found = self._latest(tuple(target.args[1] for target in targets), places, depth, integers=integers)
         return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
 
-    def _order(self, targets: Sequence[Expr], ways: Ways) -> list[int] | None:
-        for _, _, elements in self._read(ways, 0):
+    def _order(self, targets: Sequence[Expr], places: Places) -> list[int] | None:
+        for _, _, elements in self._read(places, 0):
             with suppress(Unroll):
                 held = list(elements)
                 if set(held) == set(targets) and len(set(held)) == len(targets):
                     return [held.index(target) for target in targets]
         return None
 
-    def _read(self, ways: Ways, depth: int) -> Iterator[tuple[fx.Node, Value, Iterator[Expr]]]:
-        """Each node, and in each of the ways its elements: one that has no formula raises an `Unroll`."""
+    def _read(self, places: Places, depth: int) -> Iterator[tuple[fx.Node, Value, Iterator[Expr]]]:
+        """Each node that has the places, and its elements there: one that has no formula raises an `Unroll`."""
         self._walk, nodes = tee(self._walk)  # of the nodes that the result depends on most searches need few
         for node in nodes:
             value = self._view.value_at(node, self._position)
-            for indices in ways(value.shape) if isinstance(value, Value) else ():
+            if isinstance(value, Value) and (indices := places(value.shape)) is not None:
                 yield node, value, (self._evaluator.element(value, at, depth) for at in indices)
 
     def _numbers(self, targets: Sequence[Expr]) -> Indices:
@@ -201,22 +166,23 @@ class Finder:
         numbers = [f.args[0] for f in e.args if f.kind == "const"] if e.kind == "mul" else []
         return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
 
-    def _of_tokens(self, columns: Indices, width: Size) -> Ways:
-        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens; or all in other axes."""
+    def _of_tokens(self, columns: Indices, width: Size) -> Places:
+        """``[*tokens, width]`` in any shape."""
+        tokens = [(size, (token,)) for size, token in zip(self._sizes, self._tokens, strict=True)]
+        return self._over([*tokens, (width, columns)], len(columns), reshaped=True)
 
-        def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
-            last = [shape[:-1]] if shape and same_size(shape[-1], width) else []
-            for sizes in (*last, shape) if width == 1 else last:
-                if sizes == self._sizes:
-                    yield [(*self._tokens, column)[: len(shape)] for column in columns]
-                elif sizes and same_size(math.prod(sizes), self.num_tokens):
-                    token = self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
-                    yield [(*token, column)[: len(shape)] for column in columns]
-            if not last and shape and width != 1 and same_size(math.prod(shape), self.num_tokens * width):
-                whole = (self.num_tokens, width)
-                yield [self._evaluator.reshape_indices(whole, shape, (self.token, column)) for column in columns]
+    def _over(self, axes: Sequence[Axis], count: int, reshaped: bool = False) -> Places:
+        """A tensor of these axes, or one of as many elements if ``reshaped``, for ``count`` targets."""
+        sizes = tuple(size for size, _ in axes)
+        indices = list(zip(*(at if len(at) == count else at * count for _, at in axes), strict=True))
 
-        return ways
+        def places(shape: tuple[Size, ...]) -> Sequence[Indices] | None:
+            if same_shape(shape, sizes):
+                return indices
+            as_many = reshaped and same_size(math.prod(shape), math.prod(sizes))
+            return [self._evaluator.reshape_indices(sizes, shape, at) for at in indices] if as_many else None
+
+        return places
 
 
 def joined(found: Sequence[Operand | None]) -> Operand | None:
@@ -233,14 +199,9 @@ def by_number(targets: Mapping[Expr, Expr]) -> tuple[Indices, Indices, Size]:
     return experts, tuple(map(targets.__getitem__, experts)), count
 
 
-def _of_shape(shape: tuple[Size, ...], indices: Sequence[Indices]) -> Ways:
-    return lambda given: [indices] if same_shape(given, shape) else []
-
-
-def _of_places(experts: Indices, place: Expr, sizes: tuple[Size, Size]) -> tuple[Ways, Ways]:
-    """``[E, C]`` and ``[C, E]``."""
-    turned = _of_shape(sizes[::-1], [(place, expert) for expert in experts])
-    return _of_shape(sizes, [(expert, place) for expert in experts]), turned
+def _orders(axes: Sequence[Axis]) -> list[Sequence[Axis]]:
+    """Axes as they are, and with the first two exchanged."""
+    return [axes, (axes[1], axes[0], *axes[2:])] if len(axes) > 1 else [axes]
 
 
 def _are(elements: Iterator[Expr], targets: Indices) -> bool:

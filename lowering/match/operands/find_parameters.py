@@ -22,13 +22,12 @@ def find_parameters(
     ``numbers`` are those that ids are compared with, which need not rise.
     """
     found: list[Operand] = []
-    places = [algebra.const(i) if own is not None and own.kind == "const" else own for i, own in enumerate(numbers)]
+    places = [own if own is not None and own.kind == "var" else algebra.const(i) for i, own in enumerate(numbers)]
     for values in zip(*(expert.parameters for expert in experts), strict=True):
         if len(set(values)) == 1 and not values[0].free:
-            operand = finder.find_of_experts((values[0],), (algebra.zero,), 1)
+            operand = finder.find_table((values[0],), (1, (algebra.zero,)), reshaped=True)
         else:
-            of_place = {place: value for place, value in zip(places, values, strict=True) if place is not None}
-            operand = held_of_experts(algebra, finder, of_place) if len(of_place) == len(values) else None
+            operand = held_of_experts(algebra, finder, dict(zip(places, values, strict=True)))
         if operand is None:
             raise Declined(Reason.ACTIVATION, "a parameter that is neither one number nor one for each expert")
         prove(operand.dtype.is_floating_point and not operand.is_rounded, Reason.DTYPE_PATH, "a rounded parameter")

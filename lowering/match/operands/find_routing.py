@@ -28,59 +28,32 @@ def find_routing(
 ) -> tuple[Operand, Operand | None, int]:
     """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K.
 
-    Ids and weights of slots of their own are in the order of ``routings``, as far as no tensor has all of them.
+    Those of slots of their own, ``[T]``, are in the order of ``routings``, as far as no tensor has all of them.
     """
-    prove(len({routing.slot is None for routing in routings}) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
-    weights_of: dict[tuple[Expr, Expr | None], dict[Expr, None]] = {}
+    products_of: dict[Expr, dict[Expr, None]] = {}
     for routing in routings:
-        weights_of.setdefault((routing.ids, routing.slot), {})[algebra.mul(*routing.weights)] = None
-    if routings[0].slot is None:
-        alike = all(len(products) == 1 for products in weights_of.values())
-        weights = {ids: next(iter(products)) for (ids, _), products in weights_of.items()}
-        return _find(algebra, finder, routings, weights, None, depth, alike=alike)
-    found = [
-        _find(algebra, finder, routings, {ids: product}, slot, depth)
-        for (ids, slot), products in weights_of.items()
-        for product in products
-    ]
-    return found[0]
-
-
-def _find(
-    algebra: Algebra,
-    finder: Finder,
-    routings: Sequence[Routing],
-    weights_of: dict[Expr, Expr],
-    slot: Expr | None,
-    depth: int,
-    *,
-    alike: bool = True,
-) -> tuple[Operand, Operand | None, int]:
-    """Ids and weights of all slots, or of each of them in tensors ``[T]`` of its own, as the graph holds them.
-
-    ``weights_of``: by the ids of each slot, or of any ``slot``; ``alike``: they are those of all experts.
-    """
-    top_k = len(weights_of) if slot is None else slot.args[1]
+        products_of.setdefault(routing.ids, {})[algebra.mul(*routing.weights)] = None
+    alike = all(len(products) == 1 for products in products_of.values())  # they are those of all experts
+    slot = routings[0].slot
+    slots = list(products_of) if slot is None else [routings[0].ids]
+    top_k = len(slots) if slot is None else slot.args[1]
     if not isinstance(top_k, int):
-        _ask_for_number(top_k, weights_of)
+        _ask_for_number(top_k, slots)
     columns = tuple(map(algebra.const, range(top_k))) if slot is None else (slot,)
-    for ids in _orders(list(weights_of)):
-        if (found := finder.find_ids(ids, columns, top_k)) is not None:
+    for ids in _orders(slots):
+        if (found := finder.find(ids, columns, top_k, integers=True)) is not None:
             break
     else:
-        ids = tuple(weights_of)
-        found = joined([finder.find_ids((own,), (algebra.zero,), 1) for own in ids])
+        ids = tuple(slots)
+        found = joined([finder.find((own,), (algebra.zero,), 1, integers=True) for own in ids])
         prove(found is not None, *_unaligned(ids, "expert ids"))
-    products = tuple(map(weights_of.__getitem__, ids))
+    products = tuple(next(iter(products_of[own])) for own in ids)
     if alike and all(product is algebra.one for product in products):
         return found, None, top_k
-    weights = finder.find_scaled(products, columns, top_k, depth) if alike and not found.rest else None
-    if weights is None and (slot is not None or top_k == 1):
-        weights = _find_scores(algebra, finder, routings, depth)
-    if weights is None and slot is None:
+    weights = finder.find_scaled(products, columns, top_k, depth) if alike else None
+    if weights is None and alike and slot is None:
         weights = joined([finder.find_scaled((product,), (algebra.zero,), 1, depth) for product in products])
-    if weights is None and slot is None and top_k > 1:
-        weights = _find_scores(algebra, finder, routings, depth)
+    weights = weights or _find_scores(algebra, finder, routings, depth)
     prove(weights is not None, *_unaligned(products, "routing weights"))
     return found, weights, top_k
 
@@ -95,7 +68,8 @@ def _find_scores(algebra: Algebra, finder: Finder, routings: Sequence[Routing], 
         if len(set(scores)) != len(dict(scores)):
             continue  # slots of one expert differ
         experts, targets, count = by_number(dict(scores))
-        found = finder.find_scaled(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
+        of_tokens = (finder.num_tokens, (finder.token,)), (count, experts)
+        found = finder.find_scaled(targets, experts, count, depth) or finder.find_table(targets, *of_tokens, depth=depth)
         if found is not None:
             return replace(found, gathered=True)
     return None
@@ -119,7 +93,9 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
         found = joined([finder.find(table, experts, count) for table in tables] or [None])
         found = found and replace(found, of_slots=True)
     elif slot is not None and any(slot in target.free for target in targets):
-        found = finder.find_of_slots(targets, experts, slot, count)
+        axes = (finder.num_tokens, (finder.token,)), (slot.args[1], (slot,)), (count, experts)
+        found = finder.find_table(targets, *axes, reshaped=True)
+        found = found and replace(found, of_slots=True)
     else:
         found = finder.find(targets, experts, count)
     prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")

@@ -134,16 +134,14 @@ def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
 def held_of_experts(algebra: Algebra, finder: Finder, product_of: dict[Expr, Expr]) -> Operand | None:
     """What holds a number of each expert, by the experts' numbers: a tensor ``[E]``, or one for each."""
     experts, products, count = by_number(product_of)
-    found = finder.find_of_experts(products, experts, count) if isinstance(count, int) else None
+    found = finder.find_table(products, (count, experts), reshaped=True) if isinstance(count, int) else None
     if found is None and experts[0].kind == "const":
-        found = joined([finder.find_of_experts((product,), (algebra.zero,), 1) for product in products])
+        found = joined([finder.find_table((product,), (1, (algebra.zero,)), reshaped=True) for product in products])
     return found
 
 
 def _without(algebra: Algebra, routing: Routing, taken: Factors) -> Routing:
     """A routing without factors of its weights; its score, where they are somewhere inside, is the weight of any token."""
-    if not taken:
-        return routing
     weights = tuple((Counter(_factors(routing)) - Counter(taken)).elements())
     of_score = Counter(factors_of(routing.score)) if routing.score is not None else Counter()
     rest = (of_score - Counter(taken)).elements() if Counter(taken) <= of_score else weights

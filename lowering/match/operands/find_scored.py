@@ -54,7 +54,6 @@ class Scored:
 
 def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[list[Routing], Scored]:
     """The routings with the numbers of their experts, and what the graph holds of their scores."""
-    prove(all(r.score is not None and r.ids is None for r in routings), Reason.ROUTING, "some experts compare ids, some do not")
     stacked = routings[0].expert is not None
     prove(not stacked or len(routings) == 1, Reason.ROUTING, "mixed forms")
     count = routings[0].expert.args[1] if stacked else len(routings)
@@ -176,24 +175,20 @@ class _Table:
         """The tensor ``[T, E]`` with a target for every expert, or those ``[T]`` of the single experts."""
         if self._stacked is not None:
             return self._finder.find_scaled(tuple(targets), (self._stacked,), self._count)
-        if self._order is None:
-            self._order = self._finder.order_of(targets)
-        if self._order is not None:
-            ordered = self._ordered(targets)
-            columns = tuple(map(self._algebra.const, range(self._count)))
-            if (found := self._finder.find_scaled(ordered, columns, self._count)) is not None:
-                return found
-        return joined([self._finder.find((target,), (self._algebra.zero,), 1) for target in self._ordered(targets)])
+        self._order = self._order or self._finder.order_of(targets)
+        ordered, columns = self._ordered(targets), tuple(map(self._algebra.const, range(self._count)))
+        found = self._finder.find_scaled(ordered, columns, self._count)
+        return found or joined([self._finder.find((target,), (self._algebra.zero,), 1) for target in ordered])
 
     def _of_places(self, targets: list[Expr], place: Expr, C: Size) -> Operand | None:
         """The tensor ``[E, C]`` or ``[C, E]`` with a target for every expert and place, or those ``[C]`` of single experts."""
-        sizes = (self._count, C)
+        of_place = (C, (place,))
         if self._stacked is not None:
-            return self._finder.find_places(tuple(targets), (self._stacked,), place, sizes)
-        self._order = self._order or self._finder.order_of_places(targets, place, sizes)
+            return self._finder.find_table(tuple(targets), (self._count, (self._stacked,)), of_place)
+        self._order = self._order or self._finder.order_of_places(targets, place, (self._count, C))
         ordered, experts = self._ordered(targets), tuple(map(self._algebra.const, range(self._count)))
-        found = self._finder.find_places(ordered, experts, place, sizes)
-        return found or joined([self._finder.find_vector(target, place, C) for target in ordered])
+        found = self._finder.find_table(ordered, (self._count, experts), of_place)
+        return found or joined([self._finder.find_table((target,), of_place) for target in ordered])
 
     def _ordered(self, targets: list[Expr]) -> tuple[Expr, ...]:
         """By number of expert."""

@@ -35,16 +35,16 @@ class Formulas:
         self._read: dict[str, dict[Expr, None]] = {}
         self._names: dict[tuple[Expr, bool], str | None] = {}
 
-    def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
+    def name(self, activation: Expr, halves: tuple[Expr, ...], double: bool) -> tuple[str, tuple[Expr, ...]] | None:
         """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
 
-        Numbers that may change count as what they are now, with a guard where that gives a name.
+        Numbers that may change count as what they are now, with a guard where that gives a name. ``double``: it is in fp64.
         """
         numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
         present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
         for order in permutations(halves):
             symbols = dict(zip(order, (self.gate, self.up), strict=False))
-            name = self._named(self._algebra.substitute(activation, symbols | present), len(halves), _is_double(halves))
+            name = self._named(self._algebra.substitute(activation, symbols | present), len(halves), double)
             if name is not None:
                 for number in numbers.values():
                     number.guard()
@@ -70,7 +70,9 @@ class Formulas:
     def _remember(self, name: str, activation: Expr, symbols: dict[Expr, Expr]) -> None:
         self._read.setdefault(name, {})[self._algebra.substitute(activation, symbols)] = None
 
-    def text(self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...] = ()) -> tuple[str, tuple[Expr, ...]]:
+    def text(
+        self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...], double: bool
+    ) -> tuple[str, tuple[Expr, ...]]:
         """The formula of an activation that has no name, and its pre-activations in the order (gate, up).
 
             F.mish(gate) * up.clamp(-5, 5)                   but not  gate.softmax(-1) * up
@@ -89,14 +91,14 @@ class Formulas:
                 found = root, order
         root, order = found
         check_root(root)
-        name = IDENTITY if root is symbol("h") else name_of(root, double=_is_double(halves))
+        name = IDENTITY if root is symbol("h") else name_of(root, double=double)
         symbols = dict(zip(order, (self.gate, self.up), strict=False)) | dict(zip(parameters, self.parameters, strict=False))
         self._remember(name, activation, symbols)
         return name, order
 
 
-def _is_double(halves: tuple[Expr, ...]) -> bool:
-    """Whether an activation is computed in fp64: so it is of tensors in fp64."""
+def is_double(halves: tuple[Expr, ...]) -> bool:
+    """True if an activation is computed in fp64: so it is of tensors in fp64."""
     leaves = [leaf for half in halves for leaf in subexpressions(half, lambda e: e.kind == "leaf")]
     return any(leaf.args[0].dtype == torch.float64 for leaf in leaves)
 

@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr,
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.activation import Formulas, is_double
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     binders: set[Expr] = set()
     while True:
         outputs = [f for f in factors_of(e) if feature in f.free]
-        chosen = chosen or any(map(_compares, (f for f in factors_of(e) if f not in outputs)))
+        chosen = chosen or any(map(holds_comparison, (f for f in factors_of(e) if f not in outputs)))
         if len(outputs) != 1:
             return False
         e = outputs[0]
@@ -126,10 +126,11 @@ def _scales_input(hidden: Expr) -> bool:
 
     A sum of projections is no activation: it may be the output of another layer, for a linear layer behind it.
     """
-    return _compares(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
+    return holds_comparison(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
 
 
-def _compares(e: Expr) -> bool:
+def holds_comparison(e: Expr) -> bool:
+    """True if a part of ``e`` is a comparison, or whether any holds."""
     return next(iter(subexpressions(e, lambda s: s.kind in ("eq", "any"))), None) is not None
 
 
@@ -268,7 +269,7 @@ def _read_hidden(
         scale, bare, others = _input_scale(hidden, halves, parameters), function, routing
         if scale and all(half.kind == "sum" for half in halves):
             bare, others = _unscaled(algebra, function, routing, symbols, scale, movable)
-        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable)
+        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable, is_double(halves))
 
     learned: tuple[Expr, ...] = ()
     try:
@@ -332,6 +333,7 @@ def _read_activation(
     halves: tuple[Expr, ...],
     parameters: tuple[Expr, ...],
     movable: bool,
+    double: bool,
 ) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
 
@@ -342,11 +344,11 @@ def _read_activation(
     half = algebra.const(0.5)  # of the GELU written by hand, when the routing weight has a constant too
     doubled = (algebra.mul(algebra.const(2), *constants), *others)
     for own, rest in (((), routing), (constants, others), ((half,) if constants else (), doubled)):
-        named = formulas.name(algebra.mul(hidden, *own), halves)
+        named = formulas.name(algebra.mul(hidden, *own), halves, double)
         if named is not None:
             return *named, rest
     try:
-        return *formulas.text(hidden, halves, parameters), routing
+        return *formulas.text(hidden, halves, parameters, double), routing
     except ValueError as error:
         raise Declined(Reason.ACTIVATION, f"{_spelled_activation(hidden, halves)}: {error}") from error
 

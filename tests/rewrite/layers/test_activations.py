@@ -1,5 +1,7 @@
 """What stands between the two projections: any pointwise function of them becomes a name or a formula of the fused operators."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +198,19 @@ _STORED = {
 def test_constants_are_what_their_dtype_holds(name):
     layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(lambda g, u: torch.tanh(_STORED[name](g)) * u), E=2)
     assert len(check_against_eager(layer, torch.randn(5, zoo.D)).rewritten) == 1
+
+
+@pytest.mark.parametrize(("dtype", "has_name"), [(torch.float32, True), (torch.float64, False)])
+def test_numbers_of_a_name_are_its_own_in_the_dtype_of_the_layer(dtype, has_name):
+    """This one is less than the last bit of fp32 away from that of the tanh approximation."""
+    number = 0.044715 * (1 + 1e-9)
+
+    def function(g, u):
+        return 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + number * g.pow(3)))) * u
+
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(function), E=2).to(dtype)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D, dtype=dtype)).rewritten
+    assert (found.activation == "geglu_tanh") == has_name
 
 
 _NEAR_MISSES = {

@@ -119,8 +119,18 @@ def shares_of_both(self, x, weights, ids):
     return sum(combining[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
 
 
+def last_expert_sees_one_slot(self, x, weights, ids):
+    """The others see both."""
+    shares = [(weights * (ids == e)).sum(-1, keepdim=True) for e in range(len(self.experts) - 1)]
+    shares.append(weights[:, :1] * (ids[:, :1] == len(self.experts) - 1))
+    return sum(share * expert(x) for share, expert in zip(shares, self.experts, strict=True))
+
+
 SPELLINGS = (nllb, nllb_masked, two_maxima, tutel, swapped_shares)
-OTHERS = (mask_of_the_first_choice, second_choices_are_drawn, capacity, first_expert_weighs_otherwise, shares_of_both)
+OTHERS = (
+    mask_of_the_first_choice, second_choices_are_drawn, capacity, first_expert_weighs_otherwise, shares_of_both,
+    last_expert_sees_one_slot,
+)  # fmt: skip
 
 
 class Batched(nn.Module):
