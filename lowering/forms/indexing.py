@@ -375,7 +375,11 @@ def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False
 
 @form("sort")
 def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    if len(tensor(keys).shape) > 1:
+    by_column = tensor(keys).op == "stack" and len(keys.shape) == 2 and axis(keys, dim) != keys.args[1]
+    if by_column and not keys.dtype.is_floating_point:
+        columns = zip(*(_sort(view, column, 0, descending, stable) for column in keys.args[0]), strict=True)
+        return tuple(view.make("stack", parts, keys.args[1], shape=keys.shape, dtype=parts[0].dtype) for parts in columns)
+    if len(keys.shape) > 1:
         return _largest(view, keys, dim=dim)
     permutation = _permutation(view, tensor(keys), dim, descending)
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation

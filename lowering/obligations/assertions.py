@@ -229,8 +229,10 @@ class _Known:
         if mask.op == "between":
             count = evaluator.selected(mask)
         elif (count := evaluator.try_element(mask)) is not None:
-            for variable in reversed([i for i in evaluator.variables(mask) if i.kind == "var"]):
-                count = evaluator.algebra.sum(variable, count)
+            numbers = {side for hit in subexpressions(count, lambda e: e.kind == "eq") for side in hit.args}
+            axes = [i for i in reversed(evaluator.variables(mask)) if i.kind == "var"]
+            for axis in sorted(axes, key=numbers.__contains__):  # what is compared with ids comes last, for its summands
+                count = evaluator.algebra.sum(axis, count)
             return self._summands(count)
         return None if count is None else [count]
 
