@@ -9,7 +9,7 @@ that are sums of the first counts. In what was sorted by these ids, the group of
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moeblaze_ops.lowering.facts.non_negative import never_negative
@@ -221,6 +221,18 @@ class GroupRules:
         """How many true elements of a mask have ``number`` as their index of one axis."""
         sizes = [*mask.shape[:dim], *mask.shape[dim + 1 :]]
         return self._bind((number,), sizes, lambda at: self.element(mask, (*at[:dim], number, *at[dim:])), "r" * len(sizes))
+
+    def learn_largest(self, numbers: Mapping[Size, Value]) -> None:
+        """Tell the algebra which of the numbers that tensors hold are the largest of some counts.
+
+            capacity = counts.max().item()      but not  counts[:-1].max().item(), counts.max().item() - 1
+        """
+        for size, held in numbers.items():
+            e = self.element(held, ()) if not held.shape else None
+            if e is not None and e.kind == "leaf" and e.args[0].op == "largest" and len(e.args[0].args[0].shape) == 1:
+                counts = e.args[0].args[0]
+                number = self.algebra.fresh((), counts.shape[0])
+                self.algebra.largest[size] = number, self.element(counts, (number,))
 
     def _only_group(self, group: Expr) -> Expr:
         """The expert of the first row, where there is one row in all."""

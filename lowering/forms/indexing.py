@@ -322,7 +322,7 @@ def _nonzero(view: GraphView, mask: Any, *, as_tuple: bool = False) -> Any:
     return view.make("stack", coordinates(view, tensor(mask), output_shape(view)[0]), 1)
 
 
-@form("one_hot")
+@form("one_hot", "one_hot_below")
 def _one_hot(view: GraphView, index: Any, num_classes: int = -1) -> Value:
     index = tensor(index)
     classes = view.make("arange", 0, 1, shape=(output_shape(view)[-1],), dtype=index.dtype)
@@ -463,14 +463,16 @@ def _smaller(view: GraphView, x: Any, other: Any) -> Value:
 
 
 def _largest_flag(view: GraphView, x: Any) -> Value:
-    """``any``, of flags or what they are as numbers.
+    """``any``, of flags or what they are as numbers; the largest of other integers.
 
         (ids == e).int().max()
     """
     flags = tensor(x)
     while flags.op == "cast" and flags.dtype != torch.bool:
         (flags,) = flags.args
-    require(flags.dtype == torch.bool, "the largest of flags")
+    if flags.dtype != torch.bool:
+        require(not flags.dtype.is_floating_point, "the largest integer")
+        return view.make("largest", tensor(x), tuple(range(len(x.shape))), False, shape=(), dtype=x.dtype)
     return cast(view, view.make("any", flags, tuple(range(len(flags.shape))), False), output_dtype(view))
 
 
