@@ -144,7 +144,8 @@ def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker 
     number, (of_ids, most) = _number(tx, given), (x.as_proxy() for x in (ids, given))
     if not isinstance(number, SymNodeVariable):
         return None
-    in_range = (of_ids >= 0) & (of_ids < most)
+    in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})
+    in_range = in_range & tx.output.create_proxy("call_function", torch.lt, (of_ids, most), {})
     tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
     return _traced(tx, one_hot_below, [ids, number])
 
