@@ -25,6 +25,7 @@ from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_numbe
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
@@ -267,7 +268,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
             if value.dtype == torch.bool:
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)
-            whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
+            whole = (not x.dtype.is_floating_point or is_integer(e)) and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
             if whole and not holds(self.algebra, value.dtype, e):
                 return self.algebra.leaf(value, indices)
@@ -388,7 +389,10 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
             max over k of [ids[t, k] = e] * count[t, k] - 1         of ids that differ
         """
-        x, (dim,), _ = value.args
+        x, dims, _ = value.args
+        if len(dims) != 1 or not indices:
+            return self.algebra.leaf(value, indices)
+        (dim,) = dims
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
         if var.kind != "var":

@@ -9,7 +9,7 @@ that are sums of the first counts. In what was sorted by these ids, the group of
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moeblaze_ops.lowering.facts.non_negative import never_negative
@@ -26,6 +26,7 @@ class GroupRules:
 
     algebra: Algebra
     element: Callable[..., Expr]
+    _bind: Callable[..., Expr]
     _with_number: Callable[..., Expr]
     _runs: "dict[Value, Run | None]"
     _first_of: "dict[tuple[Run, tuple[Size, ...]], Value]"
@@ -190,9 +191,12 @@ class GroupRules:
         Keys below all numbers would stand in front of the first group.
         """
         slot = self.algebra.fresh((), keys.shape[0])
-        if not never_negative(self.element(keys, (slot,))):
+        key = self.element(keys, (slot,))
+        if not never_negative(key):
             return False
-        if counts is self.algebra.sum(slot, self.algebra.eq(self.element(keys, (slot,)), number)):
+        if key.kind == "nonzero" and key.args[2] is slot and self.counts_true(number, counts, *key.args[:2]):
+            return True
+        if counts is self.algebra.sum(slot, self.algebra.eq(key, number)):
             return True
         axes: list[Expr] = []
         while counts.kind == "sum":
@@ -208,6 +212,27 @@ class GroupRules:
         once = self.algebra.distinct(key, axes[-1])
         hit = self.algebra.eq(key, number)
         return counts is hit or (counts is self.algebra.mul(hit, once) and are_distinct(self.algebra, key, axes[-1]))
+
+    def counts_true(self, number: Expr, counts: Expr, mask: Value, dim: int) -> bool:
+        """Whether ``counts`` is how many true elements of a mask have ``number`` as their index of one axis, of all of it."""
+        return same_size(number.args[1], mask.shape[dim]) and counts is self.true_at(mask, dim, number)
+
+    def true_at(self, mask: Value, dim: int, number: Expr) -> Expr:
+        """How many true elements of a mask have ``number`` as their index of one axis."""
+        sizes = [*mask.shape[:dim], *mask.shape[dim + 1 :]]
+        return self._bind((number,), sizes, lambda at: self.element(mask, (*at[:dim], number, *at[dim:])), "r" * len(sizes))
+
+    def learn_largest(self, numbers: Mapping[Size, Value]) -> None:
+        """Tell the algebra which of the numbers that tensors hold are the largest of some counts.
+
+            capacity = counts.max().item()      but not  counts[:-1].max().item(), counts.max().item() - 1
+        """
+        for size, held in numbers.items():
+            e = self.element(held, ()) if not held.shape else None
+            if e is not None and e.kind == "leaf" and e.args[0].op == "largest" and len(e.args[0].args[0].shape) == 1:
+                counts = e.args[0].args[0]
+                number = self.algebra.fresh((), counts.shape[0])
+                self.algebra.largest[size] = number, self.element(counts, (number,))
 
     def _only_group(self, group: Expr) -> Expr:
         """The expert of the first row, where there is one row in all."""

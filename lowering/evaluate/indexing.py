@@ -30,7 +30,8 @@ class IndexingRules:
     reordered: Callable[..., Expr | None]
     same_rows: Callable[[Value], Value]
     _counted: Callable[..., Expr]
-    variables: Callable[[Value], "Indices"]
+    counts_true: Callable[[Expr, Expr, Value, int], bool]
+    true_at: Callable[[Value, int, Expr], Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -107,12 +108,9 @@ class IndexingRules:
         """
         (mask,) = order.args
         whole = mask.args[0] if mask.op == "reshape" else mask
-        at = self.variables(whole) if _is_any(row, rows) else ()
-        for number, groups in zip(at, whole.shape, strict=False):
-            count = self.element(whole, at)
-            for index in (i for i in reversed(at) if i is not number and i.kind == "var"):
-                count = self.algebra.sum(index, count)
-            if number.kind == "var" and rows_counted(self.algebra, number, count, rows, groups):
+        for dim, groups in enumerate(whole.shape if _is_any(row, rows) else ()):
+            number = self.algebra.fresh((), groups)
+            if number.kind == "var" and rows_counted(self.algebra, number, self.true_at(whole, dim, number), rows, groups):
                 return self._true_element(mask, 0, row)
         return self.algebra.leaf(order, (row,))
 
@@ -209,6 +207,7 @@ class IndexingRules:
         coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
+        keys, body = self._as_selected(row, keys, body)
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         elif len(keys) == 1:
@@ -223,6 +222,17 @@ class IndexingRules:
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
         apart = len(keys) == 2 and self.key_of_places(row, keys, sizes) is not None
         return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
+
+    def _as_selected(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
+        """Keys and body of the true elements of a mask in the order of the mask, where the keys are those in another one.
+
+            token, expert = mask.nonzero(as_tuple=True);  out.index_add(0, token[expert.argsort()], ...)
+        """
+        order = keys[0].args[2] if keys[0].kind == "nonzero" else row
+        if not (_is_permuted(order) and order.args[1] == (row,) and same_size(order.args[0].shape[0], row.args[1])):
+            return keys, body
+        before = {row: self.algebra.inverse(order.args[0], row)}
+        return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
 
     def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size]) -> int | None:
         """Which of two keys counts the rows of the other up to each row, where there is a place for all of them.
@@ -264,11 +274,11 @@ class IndexingRules:
                 free += [index] if index.kind == "var" else []
             coordinates.append(index)
         replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
-        replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body, depth), coordinates[0])
+        replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
         hits = self.element(mask, tuple(coordinates), depth)
         return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
 
-    def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr, depth: int) -> Iterator[Expr]:
+    def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
 
             _, token = chosen_TE.T.nonzero(as_tuple=True)
@@ -276,13 +286,7 @@ class IndexingRules:
         """
         for group in subexpressions(body, lambda e: e.kind == "group" and e.args[2] is row):
             number, counts = self.algebra.open(group)
-            others: list[Expr] = []
-            for extent in mask.shape[1:]:
-                others.append(self.algebra.fresh((row, number, *others), extent))
-            true = self.element(mask, (number, *others), depth)
-            for index in reversed(others):
-                true = self.algebra.sum(index, true)
-            if true is counts and same_size(number.args[1], mask.shape[0]):
+            if self.counts_true(number, counts, mask, 0):
                 yield group
 
     def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
@@ -426,7 +430,8 @@ def _is_below(number: Size, size: Size) -> bool:
 
 def _is_any(row: Expr, rows: Size) -> bool:
     """True if an index may be any of so many, as far as it says which ones it may be; the only one of one is 0."""
-    return row.kind not in ("var", "const") or same_size(row.args[1] if row.kind == "var" else 1, rows)
+    of = row.args[0].shape[0] if _is_permuted(row) else row.args[1] if row.kind == "var" else 1
+    return not (_is_permuted(row) or row.kind in ("var", "const")) or same_size(of, rows)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

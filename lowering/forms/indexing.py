@@ -322,7 +322,7 @@ def _nonzero(view: GraphView, mask: Any, *, as_tuple: bool = False) -> Any:
     return view.make("stack", coordinates(view, tensor(mask), output_shape(view)[0]), 1)
 
 
-@form("one_hot")
+@form("one_hot", "one_hot_below")
 def _one_hot(view: GraphView, index: Any, num_classes: int = -1) -> Value:
     index = tensor(index)
     classes = view.make("arange", 0, 1, shape=(output_shape(view)[-1],), dtype=index.dtype)
@@ -375,7 +375,11 @@ def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False
 
 @form("sort")
 def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    if len(tensor(keys).shape) > 1:
+    by_column = tensor(keys).op == "stack" and len(keys.shape) == 2 and axis(keys, dim) != keys.args[1]
+    if by_column and not keys.dtype.is_floating_point:
+        columns = zip(*(_sort(view, column, 0, descending, stable) for column in keys.args[0]), strict=True)
+        return tuple(view.make("stack", parts, keys.args[1], shape=keys.shape, dtype=parts[0].dtype) for parts in columns)
+    if len(keys.shape) > 1:
         return _largest(view, keys, dim=dim)
     permutation = _permutation(view, tensor(keys), dim, descending)
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
@@ -459,14 +463,16 @@ def _smaller(view: GraphView, x: Any, other: Any) -> Value:
 
 
 def _largest_flag(view: GraphView, x: Any) -> Value:
-    """``any``, of flags or what they are as numbers.
+    """``any``, of flags or what they are as numbers; the largest of other integers.
 
         (ids == e).int().max()
     """
     flags = tensor(x)
     while flags.op == "cast" and flags.dtype != torch.bool:
         (flags,) = flags.args
-    require(flags.dtype == torch.bool, "the largest of flags")
+    if flags.dtype != torch.bool:
+        require(not flags.dtype.is_floating_point, "the largest integer")
+        return view.make("largest", tensor(x), tuple(range(len(x.shape))), False, shape=(), dtype=x.dtype)
     return cast(view, view.make("any", flags, tuple(range(len(flags.shape))), False), output_dtype(view))
 
 

@@ -83,6 +83,7 @@ _OF_ONE = {
     "exp": ("exp",), "log": ("log",), "log1p": ("log1p", "special_log1p"), "expm1": ("expm1", "special_expm1"),
     "sin": ("sin",), "cos": ("cos",), "square": ("square",), "sqrt": ("sqrt",), "rsqrt": ("rsqrt",),
     "reciprocal": ("reciprocal",), "abs": ("abs", "absolute"), "not": ("logical_not", "bitwise_not", "invert", "inv"),
+    "ceil": ("ceil",), "floor": ("floor",),
 }  # fmt: skip
 _OF_TWO = {
     "add": ("add", "__add__", "__radd__", "wrapped_add"), "sub": ("sub", "subtract", "wrapped_sub"),

@@ -36,6 +36,8 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.div(a, b.args[0])
         case "mod" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
             return algebra.mod(a, b.args[0])
+        case "ceil" | "floor" if is_integer(a):
+            return a
         case "square":
             return algebra.mul(a, a)
         case "silu":

@@ -262,6 +262,7 @@ class _Proof:
 
     def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
         """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""
+        self.evaluator.learn_largest(self.view.numbers)
         experts = [with_scaled_x(self.algebra, self.finder, expert) for expert in experts]
         experts = [without_input_mask(self.algebra, expert, self.feature) for expert in experts]
         return [without_padding(self.algebra, expert, self.finder.token) for expert in experts]

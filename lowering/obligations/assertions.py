@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -66,6 +67,9 @@ class _Known:
                 self._find_masks(node)
             if target_name(node) == "bincount" and isinstance(fake, torch.Tensor):
                 self.lengths[_made_as(fake.shape[0])] = self._numbers_counted(node)
+        self.evaluator.learn_largest(view.numbers)
+        largest = self.evaluator.algebra.largest.items()
+        self.lengths |= {size: (0, None) for size, (_, counts) in largest if never_negative(counts)}
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:
@@ -196,7 +200,7 @@ class _Known:
 
     def _least_of(self, atom: Atom) -> int | None:
         """Nothing is known of an element of a tensor that is no count; sizes and offsets are not negative."""
-        known = isinstance(atom, Expr) or (atom in self.masks and atom not in self.read)
+        known = isinstance(atom, Expr) or atom in self.lengths or (atom in self.masks and atom not in self.read)
         return self.lengths.get(atom, (0, None))[0] if known else None
 
     def _most_of(self, atom: Atom) -> sympy.Expr | None:
@@ -229,8 +233,10 @@ class _Known:
         if mask.op == "between":
             count = evaluator.selected(mask)
         elif (count := evaluator.try_element(mask)) is not None:
-            for variable in reversed([i for i in evaluator.variables(mask) if i.kind == "var"]):
-                count = evaluator.algebra.sum(variable, count)
+            numbers = {side for hit in subexpressions(count, lambda e: e.kind == "eq") for side in hit.args}
+            axes = [i for i in reversed(evaluator.variables(mask)) if i.kind == "var"]
+            for axis in sorted(axes, key=numbers.__contains__):  # what is compared with ids comes last, for its summands
+                count = evaluator.algebra.sum(axis, count)
             return self._summands(count)
         return None if count is None else [count]
 

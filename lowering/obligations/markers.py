@@ -43,6 +43,11 @@ def counts_below(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
 
 
+def one_hot_below(ids: Tensor, num_classes: int) -> Tensor:
+    """``F.one_hot(ids, num_classes)``, of a number that only the data tell, where it is asserted that ids are below it."""
+    return (ids.unsqueeze(-1) == torch.arange(num_classes, device=ids.device)).long()
+
+
 def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     """``x[start:stop]``, of bounds that only the data tell, where there was a slice of ``size`` rows with the same bounds."""
     return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
@@ -70,6 +75,6 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 
 OURS.update((
-    branch_forks, branch_begins, branch_ends, counts_below, rows_between, rows_joined, shared_with_host, is_hit, hit_number,
-    some_rows,
+    branch_forks, branch_begins, branch_ends, counts_below, one_hot_below, rows_between, rows_joined, shared_with_host, is_hit,
+    hit_number, some_rows,
 ))  # fmt: skip

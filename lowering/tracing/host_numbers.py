@@ -34,7 +34,7 @@ from moeblaze_ops.lowering.graph.functional_view import is_written, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
-from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
+from moeblaze_ops.lowering.obligations.markers import counts_below, one_hot_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
 
 _RUNNING_SUMS = () if np is None else (np.cumsum,)
@@ -89,6 +89,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
             return counts
         return None
+    if function is torch.nn.functional.one_hot:
+        return _one_hot(tx, dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs)
     along_rows = function in (*_RUNNING_SUMS, *_JOINS) and kwargs.keys() <= {"axis", "dim"}
     if not args or (kwargs and not (along_rows and is_along_first(list(kwargs.values())))):
         return None
@@ -129,6 +131,23 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
     return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
+
+
+def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker | None:
+    """A one-hot of as many classes as a tensor holds, which asserts what ``F.one_hot`` checks.
+
+        F.one_hot(place, counts.max())
+    """
+    ids, given = arguments.get("tensor"), arguments.get("num_classes")
+    if type(given) is not TensorVariable or type(ids) is not TensorVariable or fake_value(given).dim():
+        return None
+    number, (of_ids, most) = _number(tx, given), (x.as_proxy() for x in (ids, given))
+    if not isinstance(number, SymNodeVariable):
+        return None
+    in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})
+    in_range = in_range & tx.output.create_proxy("call_function", torch.lt, (of_ids, most), {})
+    tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
+    return _traced(tx, one_hot_below, [ids, number])
 
 
 def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> VariableTracker | None:

@@ -172,8 +172,26 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
     row, counted = algebra.open(position.count)
+    has_room |= _is_largest(algebra, places, position)
     few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
     return position if has_room or few or any(_is_below(mark, number, places) for mark in marks) else None
+
+
+def _is_largest(algebra: Algebra, places: object, position: _Position) -> bool:
+    """Whether there are as many places as the largest of counts, of which one counts at least what a position does."""
+    number, counts = algebra.largest.get(places, (algebra.zero, algebra.zero))
+    own = Counter((position.total, *position.behind))
+    numbers = [*position.total.free, *map(algebra.const, range(number.args[1]) if number.kind == "var" else ())]
+    return any(own <= Counter(_terms(algebra, algebra.substitute(counts, {number: n}))) for n in numbers)
+
+
+def _terms(algebra: Algebra, count: Expr) -> list[Expr]:
+    """What a sum of counts is of."""
+    if count.kind == "sum":
+        var, body = algebra.open(count)
+        return [algebra.sum(var, part) for part in _terms(algebra, body)]
+    ones = count.kind == "linear" and count.args[0] == 0 and all(times == 1 for times, _ in count.args[1])
+    return [part for _, part in count.args[1]] if ones else [count]
 
 
 def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:

@@ -140,6 +140,18 @@ def routing_map(self, x, weights, ids):
     return torch.zeros_like(x).scatter_add_(0, token.unsqueeze(1).expand(-1, x.shape[-1]), y)
 
 
+def sparse_dispatcher(self, x, weights, ids):
+    """The layer of most copies of the paper of 2017: places of gates that are not zero, sorted column by column."""
+    gates = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+    chosen = torch.nonzero(gates)
+    experts, order = chosen.sort(0)
+    token = chosen[order[:, 1], 0]
+    parts = x[token].split((gates > 0).sum(0).tolist())
+    y = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+    y = y * torch.gather(gates[token], 1, experts[:, 1:])
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
 def llama_moe(self, x, weights, ids):
     """llama-moe's calculator: a comprehension over what was split, with a condition."""
     num_tokens, top_k = ids.shape
@@ -293,8 +305,8 @@ def torchtitan(self, x, weights, ids):
 SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
-    deepseek_infer, split_list, split_scaled, routing_map, llama_moe, running_sum, zipped, offsets_list, counts_by_index,
-    counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
+    deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
+    counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)
 """In a function that the layer calls."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.corpus.loops.split import run_expert, sorted_by_expert  # noqa: F401
+from tests.corpus.loops.split import run_expert, sorted_by_expert, sparse_dispatcher  # noqa: F401
 from tests.corpus.zoo.changed import all_changed
 
 
@@ -80,6 +80,13 @@ _CHANGES = {
         split, (".tolist()", ""),
         ("    outputs = []", "    counts, tensor = counts.tolist(), counts\n    tensor.add_(1)\n    outputs = []"),
     ),
+    "order_of_tokens": (sparse_dispatcher, ("order[:, 1]", "order[:, 0]")),
+    "tokens_are_experts": (sparse_dispatcher, ("order[:, 1], 0]", "order[:, 1], 1]")),
+    "falling_order": (sparse_dispatcher, ("sort(0)", "sort(0, descending=True)")),
+    "order_of_the_order": (sparse_dispatcher, ("order[:, 1], 0]", "order[:, 1].argsort(), 0]")),
+    "groups_of_rows": (sparse_dispatcher, (".sum(0).tolist", ".flip(1).sum(0).tolist")),
+    "gates_as_they_stood": (sparse_dispatcher, ("experts[:, 1:]", "chosen[:, 1:]")),
+    "gates_of_the_first": (sparse_dispatcher, ("gates[token]", "gates[chosen[:, 0]]")),
 }  # fmt: skip
 TWINS = all_changed(_CHANGES)
 IN_NUMBERS = {name: TWINS.pop(name) for name in ("one_expert_less", "changes_the_counts")}

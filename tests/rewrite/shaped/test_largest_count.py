@@ -1,0 +1,84 @@
+"""As many places as the largest count of tokens of an expert: nothing is dropped, and only the data tell how many there are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.zoo.changed import changed
+from tests.rewrite.shaped import test_tensor_capacity as of_numbers
+from tests.rewrite.shaped.test_tensor_capacity import D, E, T
+
+
+class Layer(of_numbers.Layer):
+    """Experts that take the rows of their places; ``places`` gives ``combine`` [T, E, C] of the gates."""
+
+    def forward(self, x):
+        combine = self.capacity(self.gate(x).softmax(dim=1))
+        rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)
+        parts = [expert(part.squeeze(0)) for expert, part in zip(self.experts, rows.chunk(E, 0), strict=True)]
+        return torch.einsum("sec,ecm->sm", combine, torch.stack(parts))
+
+
+def of_a_mask(gates):
+    """DeepSpeed's gating of any number of experts, rounded up to a multiple of one rank."""
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, gates.topk(2, dim=1).indices, True)
+    counts = mask.sum(dim=0).detach()
+    capacity = torch.ceil(torch.max(counts) / 1).mul(1).to(counts.dtype)
+    place = (torch.cumsum(mask, dim=0) - 1) * mask
+    gates = gates * mask
+    return torch.einsum("se,sec->sec", gates, F.one_hot(place, num_classes=capacity).to(gates.dtype))
+
+
+def of_two_masks(gates):
+    """Its gating of two experts: second choices stand behind all first ones."""
+    first = F.one_hot(gates.argmax(dim=1), num_classes=E)
+    second = F.one_hot(gates.masked_fill(first.bool(), float("-inf")).argmax(dim=1), num_classes=E)
+    capacity = (first + second).sum(dim=0).max()
+    before = first.sum(dim=0, keepdim=True)
+    combine = 0
+    for mask, place in ((first, first.cumsum(0) - 1), (second, second.cumsum(0) - 1 + before)):
+        place = F.one_hot((place * mask).sum(dim=1), num_classes=capacity).to(gates.dtype)
+        combine = combine + torch.einsum("se,sc->sec", gates * mask, place)
+    return combine
+
+
+_ONE_HOT = "F.one_hot(place, num_classes=capacity).to(gates.dtype)"
+_COMPARED = (_ONE_HOT, "(place.unsqueeze(-1) == torch.arange(capacity.item())).to(gates.dtype)")
+compared = changed(of_a_mask, _COMPARED, name="compared")
+_ROUNDED = "torch.ceil(torch.max(counts) / 1).mul(1).to(counts.dtype)"
+_CAPACITIES = {
+    "one_less": "torch.max(counts) - 1",
+    "smallest": "counts.min()",
+    "of_some_experts": "counts[:-1].max()",
+    "of_some_tokens": "mask[: len(mask) // 2].sum(0).max()",
+    "of_tokens": "mask.sum(1).max()",
+    "of_other_experts": "(mask & (gates > 0.3)).sum(0).max()",
+    "mean": "counts.sum() // 4",
+    "rounded_down": "torch.floor(counts.max() / 2).mul(2).long()",
+    "half": "torch.ceil(counts.max() / 2).long()",
+}
+NEAR_MISSES = [changed(of_a_mask, _COMPARED, (_ROUNDED, new), name=name) for name, new in _CAPACITIES.items()]
+NEAR_MISSES += [
+    changed(of_a_mask, _COMPARED, ("dim=0) - 1) * mask", "dim=0)) * mask"), name="one_place_further"),
+    changed(of_a_mask, _COMPARED, ("torch.cumsum(mask, dim=0)", "torch.cumsum(mask, dim=1)"), name="places_among_experts"),
+    changed(of_two_masks, ("0) - 1 + before", "0) - 1"), name="places_taken_twice"),
+    changed(of_two_masks, ("(first + second)", "(first + second + 0 * first.flip(1))"), ("- 1 + before", "- 1 + before.flip(1)"),
+            ("sum(dim=0).max()", "sum(dim=0).sum()"), name="behind_another_expert"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [of_a_mask, compared, of_two_masks], ids=lambda f: f.__name__)
+def test_places_of_the_largest_count(places):
+    of_numbers._check(Layer(places), 1)
+
+
+@pytest.mark.parametrize("places", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_other_numbers_of_places(places):
+    of_numbers._check(Layer(places), 0)
+
+
+def test_places_out_of_range_still_raise():
+    """``F.one_hot`` refuses what is no class, whatever is rewritten."""
+    layer = Layer(changed(of_a_mask, (_ROUNDED, "counts.min()"), name="too_few")).double()
+    with pytest.raises(RuntimeError):
+        of_numbers._compiled(layer, torch.randn(T, D, dtype=torch.float64))
