@@ -161,12 +161,13 @@ def frame_name(where: str) -> str:
 
 
 def with_code(text: str) -> str:
-    """``function (file:line): ...`` as ``file:line "code": ...``."""
-    place = re.match(r"\S+ \(([^()]+:\d+)\)(?=: )", text)
-    if place is None:
-        return text
-    code = (code_at(place[1]) or "").partition("  #")[0].removesuffix(":")
-    return short_place(place[1]) + (f' "{code}"' if code else "") + text[place.end() :]
+    """``function (file:line): ..., at function (file:line)`` as ``file:line "code": ..., at file:line "code"``."""
+    return re.sub(r"(?:^|(?<=, at ))\S+ \(([^()]+:\d+)\)(?=: |$)", lambda place: _with_code(place[1]), text)
+
+
+def _with_code(place: str) -> str:
+    code = (code_at(place) or "").partition("  #")[0].removesuffix(":")
+    return short_place(place) + (f' "{code}"' if code else "")
 
 
 def left_alone(where: str, spelling: str, source: str, reason: str, meaning: str, detail: str, mode: str = "") -> Candidate:

@@ -12,7 +12,7 @@ import torch
 
 from moeblaze_ops.kernels.formulas.derivative import CLAMPS_MOVE_AT_BOUNDS
 from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
-from moeblaze_ops.lowering.forms.symbolic_floats import changing
+from moeblaze_ops.lowering.forms.symbolic_floats import changing, guarded, present
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -108,6 +108,7 @@ def _with_numbers(name: str) -> None:
         for keyword, default in islice(_OF_NUMBERS[name].items(), len(params), None):
             params = (*params, named.pop(keyword, default)) if named else params
         require(not named, "keywords")
+        params = tuple(map(guarded, params))
         require(all(type(p) in (int, float) for p in params), "numbers")
         return pointwise(view, name, x, params=params)
 
@@ -161,6 +162,8 @@ def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -
     negative = isinstance(b, (int, float)) and b < 0
     positions = isinstance(a, Value) and a.is_permutation and not negative  # both ways round down
     require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
+    if isinstance(b, torch.SymFloat) and not rounding_mode and present(b):
+        return pointwise(view, "mul", a, 1 / b)
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 
 
@@ -174,6 +177,7 @@ def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
     if isinstance(x, (int, float)):
         require(x > 0, "a base above zero")
         return pointwise(view, "exp", times(view, math.log(x), tensor(exponent)))
+    exponent = guarded(exponent)
     require(isinstance(exponent, (int, float)), "a number as exponent")
     return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
 

@@ -89,8 +89,11 @@ def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> 
     """What the weight of each slot is multiplied by, ``[T, K]``."""
     if scale.width is not None:
         return insert.call("expand", insert.rows(scale.operand, scale.width), -1, match.K)
+    numbers = insert.numbers(scale.operand)
+    if fake_of(numbers).numel() == 1:
+        return insert.call("expand_as", numbers, ids_TK)
     numbers_TK = insert.call("clamp", ids_TK, 0, match.E - 1)  # an id may be no expert's
-    return insert.call(operator.getitem, insert.numbers(scale.operand), numbers_TK)
+    return insert.call(operator.getitem, numbers, numbers_TK)
 
 
 def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:

@@ -8,6 +8,7 @@ import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import fx
@@ -39,7 +40,7 @@ from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gath
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals.callers import places
-from moeblaze_ops.lowering.torch_internals.frames import counters, is_of_host
+from moeblaze_ops.lowering.torch_internals.frames import counters
 from moeblaze_ops.ops import direct
 
 log = logging.getLogger(__name__)
@@ -170,19 +171,20 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
 def _hold_numbers(edits: Edits) -> list[fx.Node]:
     """Tensors of the numbers that the program may change, which operators read where an activation has one.
 
-        F.silu(h) * self.scale          # from the second value of ``scale`` on
+        F.silu(h) * (self.scale / self.steps)           # from the second value of ``scale`` on
     """
-    numbers = [node for node in edits.graph.nodes if is_of_host(node) and isinstance(fake_of(node), torch.SymFloat)]
+    floats = [node for node in edits.graph.nodes if isinstance(fake_of(node), torch.SymFloat)]
+    numbers = [node for node in floats if not free_unbacked_symbols(fake_of(node))]
     sources = {source for node in numbers for source in node.all_input_nodes}
     inputs = [fake_of(node) for node in edits.graph.find_nodes(op="placeholder") if node not in sources]
     tensors = [fake for fake in inputs if isinstance(fake, torch.Tensor)]
     device = next((fake.device for fake in tensors if fake.device.type != "cpu"), "cpu")
     dtype = torch.float64 if any(fake.dtype == torch.float64 for fake in tensors) else torch.float32
     held = []
-    for node in numbers:
+    for node, name in product(numbers, ("mul", "div")):
         insert = Inserter(edits, node)
-        # A product with a tensor is what AOTAutograd takes for a number that need not be guarded.
-        held.append(insert.call("mul", insert.call(torch.ones, (), dtype=dtype, device=device), node))
+        # A product with a tensor, and a quotient, are what AOTAutograd takes for a number that need not be guarded.
+        held.append(insert.call(name, insert.call(torch.ones, (), dtype=dtype, device=device), node))
     return held
 
 

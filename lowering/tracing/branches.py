@@ -108,7 +108,9 @@ class Branches:
         self._births: dict[int, tuple[Any, int]] = {}
 
     def decline(self, branch: _Branch, what: str) -> NoReturn:
-        self._leave(f"{branch.line}: {what} where the condition is false, too", branch.tx)
+        inner = branch.tx.output.current_tx
+        at = "" if inner is branch.tx else f", at {_place(inner, inner.current_instruction)}"
+        self._leave(f"{branch.line}: {what} where the condition is false, too{at}", branch.tx)
         raise Declined(self.left)
 
     def _leave(self, why: str, tx: Any, *, with_frames_inside: bool = True) -> None:

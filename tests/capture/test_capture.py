@@ -353,6 +353,24 @@ def test_explain_says_what_an_expert_changes(capsys):
     assert any("'calls' of a CountingExpert would be set" in note for note in explanation.notes)
 
 
+class CachingExpert(zoo.GluMLP):
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def forward(self, x):
+        self.cache.clear()
+        return super().forward(x)
+
+
+def test_explain_says_where_an_expert_changes_something():
+    """As each expert with DoRA does for a cache of its norm."""
+    explanation = moeblaze_ops.explain(make_layer(guarded.numel_continue, expert=CachingExpert), torch.randn(T, zoo.D))
+    (note,) = [note for note in explanation.notes if "a dict would be changed" in note]
+    assert note.startswith("tests/corpus/loops/guarded.py:") and note.endswith('"self.cache.clear()"')
+    assert ", at tests/capture/test_capture.py:" in note
+
+
 def test_explain_says_that_ids_may_name_no_expert(capsys):
     explanation = moeblaze_ops.explain(make_layer(present.TWINS["minus_one_is_the_last"]), torch.randn(T, zoo.D))
     assert any("a loop goes over numbers that may be those of no experts" in note for note in explanation.notes)

@@ -117,7 +117,10 @@ def _mask(algebra: Algebra, finder: Finder, routing: Routing, factor: Expr) -> S
 
 
 def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> _Own | None:
-    """The factors that tell nothing of a token but its expert, where a tensor ``[E]``, or one for each, holds their product."""
+    """The factors that tell nothing of a token but its expert, where a tensor ``[E]``, or one for each, holds their product.
+
+    Numbers of all experts may be in tensors of their own: ``expert(x) * scale[e] * self.scale * self.warmup``.
+    """
     of: list[Factors] = []
     product_of: dict[Expr, Expr] = {}
     for routing in routings:
@@ -127,14 +130,22 @@ def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
         product = algebra.mul(*(at_number[factor] for factor in of[-1]))
         if product_of.setdefault(number, product) is not product:
             return None  # slots of one expert differ
-    operand = held_of_experts(algebra, finder, product_of) if any(of) else None
-    return _Own(of, (Scale(operand),)) if operand is not None else None
+    of_all = [factor for factor in reduce(and_, map(Counter, of)).elements() if not factor.free]
+    for apart in ([], of_all):
+        rest = {at: algebra.mul(*(Counter(factors_of(whole)) - Counter(apart)).elements()) for at, whole in product_of.items()}
+        each = [dict.fromkeys(product_of, factor) for factor in apart]
+        found = [held_of_experts(algebra, finder, one) for one in (rest, *each) if set(one.values()) != {algebra.one}]
+        if found and None not in found:
+            return _Own(of, tuple(map(Scale, found)))
+    return None
 
 
 def held_of_experts(algebra: Algebra, finder: Finder, product_of: dict[Expr, Expr]) -> Operand | None:
-    """What holds a number of each expert, by the experts' numbers: a tensor ``[E]``, or one for each."""
+    """What holds a number of each expert, by the experts' numbers: a tensor ``[E]``, or one for each, or one for all."""
     experts, products, count = by_number(product_of)
     found = finder.find_table(products, (count, experts), reshaped=True) if isinstance(count, int) else None
+    if found is None and len(set(products)) == 1:
+        found = finder.find_table(products[:1], (1, (algebra.zero,)), reshaped=True)
     if found is None and experts[0].kind == "const":
         found = joined([finder.find_table((product,), (1, (algebra.zero,)), reshaped=True) for product in products])
     return found

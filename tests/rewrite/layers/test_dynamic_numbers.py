@@ -98,20 +98,23 @@ class Between(zoo.ModuleListMoE):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda h, a, b: F.silu(h) * a,
-        lambda h, a, b: F.silu(h * a),
-        lambda h, a, b: F.silu(h * a) * (h + b),
-    ],
-    ids=["behind", "inside", "both"],
-)
-def test_numbers_between_the_projections_may_change_at_each_call(function, dtype):
-    """Two that are equal where the graph is made may differ later."""
+class Gathered(zoo.StackedMoE):
+    """The same of each token's own weights."""
+
+    def __init__(self, function):
+        super().__init__(self.run, "packed_linear")
+        self.function, self.a, self.b = function, 0.75, 0.75
+
+    def run(self, _, x, weights, ids):
+        gate, up = torch.einsum("td,tkfd->tkf", x, self.gate_up[ids]).chunk(2, dim=-1)
+        hidden = self.function(gate, self.a, self.b) * up
+        return torch.einsum("tkf,tkdf,tk->td", hidden, self.down[ids], weights)
+
+
+def graphs_of(layer, dtype):
+    """How many graphs are made of a layer that is called with five pairs of numbers, each as eager mode does it."""
     torch._dynamo.reset()
-    layer = Between(function).to(dtype)
+    layer.to(dtype)
     with rewriting_backend() as backend, switch.recording() as records:
         run = torch.compile(layer, backend=backend, fullgraph=True)
         for layer.a, layer.b in ((0.75, 0.75), (1.25, 1.25), (3.0, 0.5), (0.5, 1.0), (1.0, -2.0)):
@@ -120,6 +123,39 @@ def test_numbers_between_the_projections_may_change_at_each_call(function, dtype
             for call in (run, layer):
                 given = x.clone().requires_grad_()
                 out = call(given)
-                results.append([out, *torch.autograd.grad(out.square().sum(), [given, layer.experts[0].w1.weight])])
+                results.append([out, *torch.autograd.grad(out.square().sum(), [given, next(layer.parameters())])])
             torch.testing.assert_close(*results)
-    assert len(rewritten_in(records)) == 2
+    assert len(rewritten_in(records)) == len(records)
+    return len(records)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, a, b: F.silu(h) * a,
+        lambda h, a, b: F.silu(h * a),
+        lambda h, a, b: F.silu(h * a) * (h + b),
+        lambda h, a, b: F.silu(h / a) / b,
+        lambda h, a, b: F.silu(h) * (a * b - 1 / b),
+    ],
+    ids=["behind", "inside", "both", "divided", "product"],
+)
+def test_numbers_between_the_projections_may_change_at_each_call(function, dtype):
+    """Two that are equal where the graph is made may differ later."""
+    assert graphs_of(Between(function), dtype) == 2
+
+
+def test_numbers_of_each_tokens_own_weights():
+    assert graphs_of(Gathered(lambda h, a, b: F.silu(h) / a * b), torch.float32) == 2
+
+
+def test_numbers_of_all_experts_in_tensors_of_their_own():
+    layer = Between(lambda h, a, b: F.silu(h) * layer.scale * layer.warmup)
+    layer.scale, layer.warmup = (torch.nn.Parameter(torch.tensor(number)) for number in (0.7, 1.3))
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D)).rewritten) == 1
+
+
+def test_numbers_for_which_compilers_make_code():
+    """Plain ``torch.compile`` makes a graph for each of the five, too, and the second once more, for any number."""
+    assert graphs_of(Between(lambda h, a, b: F.leaky_relu(h, a)), torch.float32) in (5, 6)
