@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -93,8 +94,8 @@ def shard_experts(
     Raises:
         TypeError: the mesh is none.
         ValueError: the mesh has several axes, or not this rank. On all ranks, with one message: their number does not divide E, a
-            parameter is a DTensor already or is on another type of device than the mesh, the ranks have different models, or a
-            predicate raises on one of them.
+            parameter is a DTensor already, is on another type of device than the mesh, belongs to two modules, or is frozen for
+            some entries of a list, the ranks have different models, or a predicate raises on one of them.
     """
     if not isinstance(model, nn.Module):
         refuse_type("shard_experts", "model", "be an nn.Module", kind_of(model))
@@ -124,15 +125,24 @@ def _plan(
 ) -> tuple[list[ExpertGroup], list[Unclear], list[str]]:
     """What to shard, and the model in words; raises where that is not possible."""
     groups, left = find_experts(model, parameters)
+    uses = Counter(p for module in model.modules() for p in module._parameters.values())
     for group in groups:
         owner = model.get_submodule(group.owner)
         if any(map(is_sharded, owner.modules())):
             raise ValueError(f"shard_experts: model must not be sharded twice, got {group.owner!r} again")
         entries = list(owner) if group.listed else [owner]
         for name in group.names:
-            for parameter in (entry.get_parameter(name) for entry in entries):
-                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, mesh)
-    described = [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+            full, of_entries = f"{group.owner}.{name}" if group.owner else name, [entry.get_parameter(name) for entry in entries]
+            for parameter in of_entries:
+                _check(full, parameter, group, mesh)
+            uses.update(of_entries)
+            if max(uses[p] for p in of_entries) > 2:  # a module's, and this group's
+                raise ValueError(f"shard_experts: {full} must belong to one module, got a parameter that several modules share")
+            if len({p.requires_grad for p in of_entries}) > 1:
+                frozen = [number for number, p in enumerate(of_entries) if not p.requires_grad]
+                raise ValueError(f"shard_experts: {full} must be frozen for all experts or for none, got it frozen for {frozen}")
+    trained = {True: "", False: " frozen"}
+    described = [f"{name} {list(p.shape)} {p.dtype}{trained[p.requires_grad]}" for name, p in model.named_parameters()]
     return groups, left, [*described, *(f"experts {group.names} in {group.owner!r}" for group in groups)]
 
 

@@ -121,6 +121,19 @@ def check_errors() -> None:
     other = zoo.stacked("stacked_loop", E=8 if rank else 4)
     differ = f"got w1 [4, {zoo.D}, {zoo.FF}] torch.float64 on rank 0 and w1 [8, {zoo.D}, {zoo.FF}] torch.float64 on rank 1"
     raised_everywhere(lambda: shard_experts(other, mesh), f"model must have the same parameters on every rank, {differ}")
+    other = layer("stacked_loop")
+    other.w2.requires_grad_(rank > 0)
+    raised_everywhere(lambda: shard_experts(other, mesh), "torch.float64 frozen on rank 0 and w2")
+    for name in ("stacked_loop", "loop_mixtral"):
+        tied = nn.ModuleList([layer(name), layer(name)])
+        first, second = tied if name == "stacked_loop" else (one.experts[3].w1 for one in tied)
+        key = "w1" if name == "stacked_loop" else "weight"
+        setattr(second, key, getattr(first, key))
+        raised_everywhere(lambda tied=tied: shard_experts(tied, mesh), "must belong to one module")
+        shard_experts(nn.ModuleList([layer(name)] * 2), mesh)
+    partly = layer("loop_mixtral")
+    partly.experts[2].requires_grad_(False)
+    raised_everywhere(lambda: shard_experts(partly, mesh), "must be frozen for all experts or for none, got it frozen for [2]")
     broken = zoo.ModuleListMoE(zoo.loop_mixtral, E=7 if rank else 4)
     raised_everywhere(lambda: shard_experts(broken, mesh), "got 7")
     twice = sharded("stacked_loop")

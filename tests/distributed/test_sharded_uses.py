@@ -212,6 +212,19 @@ def check_other_gradients(compiled: bool, exchange: str = "auto") -> None:
     assert f"got another one on rank {1 - rank} than here: {what}" in error, error
 
 
+def check_frozen() -> None:
+    """Rank 1 freezes a weight behind ``shard_experts``: no rank takes gradients of one weight for those of another."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    rank, model = dist.get_rank(), layer("stacked_loop")
+    shard_experts(model, harness.axis())
+    model.w1.requires_grad_(rank == 0)
+    error = raised_in(model(harness.tokens_of(rank, zoo.D)).sum().backward)
+    what = f"gradients of weights that move together behind question 1, {3 - rank} of them"
+    assert f"got another one on rank {1 - rank} than here: {what}" in error, error
+
+
 def check_uncompiled() -> None:
     """Rank 1 runs as written, and its weights move where tokens of rank 0 do: both say so at once."""
     from moeblaze_ops import config
@@ -294,6 +307,7 @@ NOT_ALIKE = {
     "other gradients, eager": (3, functools.partial(check_other_gradients, False)),
     "other gradients, all-gather": (15, functools.partial(check_other_gradients, True, "all_gather")),
     "other gradients, all-to-all": (15, functools.partial(check_other_gradients, True, "all_to_all")),
+    "a weight frozen": (3, check_frozen),
     "one rank uncompiled, all-to-all": (15, check_uncompiled),
     "weights against tokens": (30, functools.partial(check_other_ways, "all_gather", "graphs")),
     "weights against tokens, all-to-all": (30, functools.partial(check_other_ways, "all_to_all", "graphs")),

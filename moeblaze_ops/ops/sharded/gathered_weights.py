@@ -52,8 +52,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor) -> tuple:
         group, ranks, layer, together = ctx.settings
         needs, layer, sent = ctx.needs_input_grad[4:], f"gradients of {layer}", list(gradients)
-        if together:
-            largest_number(0, group, layer, ctx.path)
+        if together:  # those that are frozen do not travel, and must be the same everywhere
+            largest_number(0, group, f"{layer}, {sum(needs)} of them", ctx.path)
         else:
             pairs = zip(gradients, ctx.saved_tensors, strict=True)
             sent = [met(told_apart(gradient), shard, group, layer) for gradient, shard in pairs]
