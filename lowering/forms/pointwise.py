@@ -12,7 +12,7 @@ import torch
 
 from moeblaze_ops.kernels.formulas.derivative import CLAMPS_MOVE_AT_BOUNDS
 from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
-from moeblaze_ops.lowering.forms.symbolic_floats import changing, guarded, present
+from moeblaze_ops.lowering.forms.symbolic_floats import changing
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -43,9 +43,8 @@ _OF_NUMBERS: dict[str, dict[str, float | None]] = {
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
     """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
     dtype = output_dtype(view)
-    numbers = (int, float, bool)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
-    xs = tuple(full(view, a, (), dtype) if isinstance(a, numbers) else tensor(a) for a in args)
+    xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
     if name == "add" and (total := low_rank_sum(view, *xs)) is not None:
         return total
     return view.make("pointwise", name, xs, params)
@@ -108,7 +107,6 @@ def _with_numbers(name: str) -> None:
         for keyword, default in islice(_OF_NUMBERS[name].items(), len(params), None):
             params = (*params, named.pop(keyword, default)) if named else params
         require(not named, "keywords")
-        params = tuple(map(guarded, params))
         require(all(type(p) in (int, float) for p in params), "numbers")
         return pointwise(view, name, x, params=params)
 
@@ -159,10 +157,9 @@ def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype:
 
 @form("truediv", "div", "divide", "true_divide")
 def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
-    negative = isinstance(b, (int, float)) and b < 0
-    positions = isinstance(a, Value) and a.is_permutation and not negative  # both ways round down
+    positions = isinstance(a, Value) and a.is_permutation and not (isinstance(b, (int, float)) and b < 0)  # both ways round down
     require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
-    if isinstance(b, torch.SymFloat) and not rounding_mode and present(b):
+    if isinstance(b, torch.SymFloat) and b.node.hint and not rounding_mode:
         return pointwise(view, "mul", a, 1 / b)
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 
@@ -177,7 +174,6 @@ def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
     if isinstance(x, (int, float)):
         require(x > 0, "a base above zero")
         return pointwise(view, "exp", times(view, math.log(x), tensor(exponent)))
-    exponent = guarded(exponent)
     require(isinstance(exponent, (int, float)), "a number as exponent")
     return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
 

@@ -18,7 +18,7 @@ ASSERTS = frozenset((
     "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
 ))  # fmt: skip
 """What asserts something about sizes that only the data tell."""
-_UPDATES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+_CHANGES_TENSORS = frozenset(("batch_norm", "instance_norm", "_set_tensor_requires_grad"))
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -40,4 +40,4 @@ def acts_beside_tensors(node: fx.Node) -> bool:
         return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
     name = operator_name(node)
     draws = name.removesuffix("_") in _RANDOM and argument_of(node, "training") is not False
-    return not name or draws or name in _UPDATES_STATISTICS
+    return not name or draws or name in _CHANGES_TENSORS

@@ -537,3 +537,12 @@ def test_weights_that_are_read_between_two_experts(name):
         return out
 
     assert len(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(9, zoo.D)).rewritten) == 1
+
+
+def test_gradients_inside_of_a_graph():
+    """Whether a tensor requires one is set by an operator whose result nobody reads."""
+    layer = zoo.stacked("dense_einsum")
+    parameters, x = {name: p.detach() for name, p in layer.named_parameters()}, torch.randn(10, zoo.D)
+    gradients = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).square().sum())
+    run, _ = compiled(gradients)
+    torch.testing.assert_close(run(parameters), gradients(parameters))
