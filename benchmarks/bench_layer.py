@@ -63,6 +63,8 @@ SHAPES = {
 class GroupedMoE(nn.Module):
     """A layer as libraries write it today: sort by expert, gather, ``grouped_mm``, weight, unsort, sum."""
 
+    dropout = 0.0, 0.0  # probabilities: of an element of the activation, and of one of an expert's output
+
     def __init__(self, shape: Shape, skew: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
@@ -93,7 +95,12 @@ class GroupedMoE(nn.Module):
             a = F.silu(gate) * up
         else:
             a = F.silu(h)
+        between, behind = self.dropout
+        if between:
+            a = F.dropout(a, between)
         y = torch._grouped_mm(a, w_down.transpose(1, 2), offs=offsets)
+        if behind:
+            y = F.dropout(y, behind)
         y = y * weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
         inverse = torch.argsort(order)
         return y[inverse].view(T, K, -1).sum(1)
@@ -114,6 +121,18 @@ class InvariantMoE(GroupedMoE):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.with_weights(x, self.w_up, self.w_down)
+
+
+class DroppedActivationMoE(GroupedMoE):
+    dropout = 0.1, 0.0
+
+
+class DroppedOutputMoE(GroupedMoE):
+    dropout = 0.0, 0.1
+
+
+class DroppedMoE(GroupedMoE):
+    dropout = 0.1, 0.1
 
 
 def bound(shape: Shape, backward: bool) -> Callable[[], None]:
@@ -175,6 +194,10 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape, float], nn.Module
         "grouped_mm+compile": compiled(GroupedMoE),
         "moeblaze": compiled(GroupedMoE, backend="moeblaze"),
         "moeblaze-invariant": invariant,
+        "grouped_mm-dropout+compile": compiled(DroppedMoE),
+        "moeblaze-dropout": compiled(DroppedMoE, backend="moeblaze"),
+        "moeblaze-dropout-activation": compiled(DroppedActivationMoE, backend="moeblaze"),
+        "moeblaze-dropout-output": compiled(DroppedOutputMoE, backend="moeblaze"),
         "moeblaze-graphs": compiled(GroupedMoE, backend="moeblaze", mode="reduce-overhead"),
         "moeblaze-graphed": graphed,
         "moeblaze-ops": compiled(OpsMoE),
@@ -274,7 +297,8 @@ def bench_shape(name: str, names: list[str], rounds: int, round_ms: float, skew:
         rows.append(row)
         try:
             layer = make(shape, skew)
-            row.error = relative_error(layer, state, x, dout, expected) if expected else None
+            error = relative_error(layer, state, x, dout, expected) if expected else None
+            row.error = None if "dropout" in contender else error  # which draws other numbers than eager does
             row.kept_mib, row.peak_mib = memory(layer, x, dout)
             layers[contender] = layer
         except Exception as failure:  # a contender that fails is a result, and the others still run

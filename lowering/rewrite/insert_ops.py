@@ -168,12 +168,13 @@ def _insert_whole(
     optional = _with_parameters(low_rank, learned)
     if h8_NGB:
         optional = (*optional, *[None] * (4 - len(optional)), *h8_NGB)
-    if behind:
-        routing[2] = insert.call("reshape", routing[2], (-1, 1))  # a sum over one slot: the rows of all slots
-    operands = (h_NGF, a_NF, w_down, b_down, None if behind else down_weights, *routing, activation, *optional)
+    if behind:  # a sum over one slot: the rows of all slots
+        routing[2] = insert.call("reshape", routing[2], (-1, 1))
+        down_weights = None if down_weights is None else insert.call("reshape", down_weights, (-1, 1))
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, activation, *optional)
     out = insert.call(_ops.expert_down.default, *operands)
     if behind:
-        out, became = sum_of_dropped(insert, match, out, down_weights), f"{became} -> dropout({behind})"
+        out, became = sum_of_dropped(insert, match, out), f"{became} -> dropout({behind})"
     return out, became
 
 
