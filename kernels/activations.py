@@ -8,6 +8,7 @@ stand to the right of tensors where they can, which the interpreter needs.
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels.draws import draw
 from moeblaze_ops.kernels.formulas.program import IDENTITY_PROGRAM
 
 IDENTITY = tl.constexpr(IDENTITY_PROGRAM)
@@ -16,6 +17,11 @@ IDENTITY = tl.constexpr(IDENTITY_PROGRAM)
 @triton.constexpr_function
 def num_steps(program):
     return len([step for step in program.split("|")[0].split(";") if step])
+
+
+@triton.constexpr_function
+def reads_place(program):
+    return "draw " in program
 
 
 @triton.constexpr_function
@@ -165,6 +171,8 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
         return tl.rsqrt(x)
     elif FUNCTION == "sin":
         return tl.sin(x)
+    elif FUNCTION == "draw":
+        return draw(x, y, z)
     else:
         tl.static_assert(FUNCTION == "cos")
         return tl.cos(x)
@@ -198,27 +206,32 @@ def _run(values, PROGRAM: tl.constexpr):
 
 
 @triton.jit
-def _with_parameters(gate, up, da, parameters):
+def _given(gate, up, da, parameters, place, PROGRAM: tl.constexpr):
     """What a program begins with; a parameter is a number, of which each element gets a copy."""
     values = (gate, up, da)
     for i in tl.static_range(len(parameters)):
         values = values + (tl.broadcast_to(parameters[i], gate.shape),)  # type: ignore[assignment]
+    if reads_place(PROGRAM):
+        values = values + place
     return values
 
 
 @triton.jit
-def activate(gate, up, parameters, PROGRAM: tl.constexpr):
-    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated. ``parameters``: fp32 numbers."""
-    return _result(_run(_with_parameters(gate, up, gate, parameters), PROGRAM), PROGRAM, 0)
+def activate(gate, up, parameters, place, PROGRAM: tl.constexpr):
+    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated.
+
+    ``parameters``: fp32 numbers. ``place``: the numbers of rows and of columns, [rows, 1] and [1, columns].
+    """
+    return _result(_run(_given(gate, up, gate, parameters, place, PROGRAM), PROGRAM), PROGRAM, 0)
 
 
 @triton.jit
-def activate_backward(gate, up, da, parameters, PROGRAM: tl.constexpr):
+def activate_backward(gate, up, da, parameters, place, PROGRAM: tl.constexpr):
     """``(a, dgate, dup, dparameters)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated.
 
     ``dparameters`` has the element's part of the gradient of each parameter.
     """
-    values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
+    values = _run(_given(gate, up, da, parameters, place, PROGRAM), PROGRAM)
     dparameters = ()
     for i in tl.static_range(len(parameters)):
         dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)  # type: ignore[assignment]

@@ -102,7 +102,7 @@ def _write_strip(
         up = _load_h(h_rows + stride_h_g, cols, F, stride_h_f, tile_in)
     # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
     tl.debug_barrier()
-    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, ACTIVATION)
+    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, (rows[:, None], cols[None, :]), ACTIVATION)
     scale = scale[:, None]
     dh_tile = dh_ptr + wide_rows * (G * F) + cols[None, :]  # [BLOCK_M, columns]
     tl.store(dh_tile, (dgate * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)

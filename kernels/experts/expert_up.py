@@ -217,7 +217,7 @@ def _expert_up_kernel(
             tl.store(h_ptr + wide_rows * F + cols[None, :], gate, mask=stored_in)
     if STORE_A:
         parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
-        a = activate(gate.to(tl.float32), up.to(tl.float32), parameters, ACTIVATION)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), parameters, (rows[:, None], cols[None, :]), ACTIVATION)
         tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
 
 

@@ -45,7 +45,7 @@ def _plus(a: Node, b: Node) -> Node:
 
 def _slope(node: Node, slopes: dict[Node, Node]) -> Node:
     inner = [slopes[arg] for arg in node.args]
-    if node.is_logical or all(slope is ZERO for slope in inner):
+    if node.is_logical or node.op == "draw" or all(slope is ZERO for slope in inner):
         return ZERO
     if node.op == "mul":
         return _product(node, slopes)

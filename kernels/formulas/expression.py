@@ -1,6 +1,7 @@
 """Pointwise formulas as expressions: interned nodes over the symbols ``g``, ``u`` (gated) or ``h`` (ungated), and numbers.
 
 The symbols ``p0``, ``p1`` and so on are parameters: one number for all rows and features of an expert, known only when run.
+``n`` and ``f`` are the numbers of the row and of the feature, for ``draw(p0, n, f)``: a random number in [0, 1), of a seed.
 
 Equal expressions are one object, so that a subexpression is computed once wherever it stands. The constructors fold numbers
 and write what has a stable function in its terms (``1 / (1 + exp(-x))`` is ``sigmoid(x)``); they never drop a tensor, so
@@ -17,6 +18,7 @@ from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multipl
 GATED_SYMBOLS = ("g", "u")
 UNGATED_SYMBOLS = ("h",)
 PARAMETER_SYMBOLS = ("p0", "p1", "p2", "p3")
+PLACE_SYMBOLS = ("n", "f")
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = (*COMPARISONS, "and", "or", "not")
@@ -24,7 +26,7 @@ ARITY = {
     **dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p", "expm1", "softplus"), 1),
     **dict.fromkeys(("sin", "cos", "relu", "not"), 1),
     **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "pow", "and", "or", *COMPARISONS), 2),
-    **dict.fromkeys(("where", "clamp"), 3),
+    **dict.fromkeys(("where", "clamp", "draw"), 3),
 }
 """The functions that formulas are made of. ``pow`` takes a number as exponent, ``clamp`` numbers (infinite: none) as bounds."""
 

@@ -2,8 +2,9 @@
 
     mul 0 1.702;sigmoid 3;mul 0 4;...|8 11 12
 
-A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then parameters and
-the steps' own), or a constant, which has a point or an exponent. Behind the bar stand the results.
+A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then parameters, the
+place of the element where a formula draws, and the steps' own), or a constant, which has a point or an exponent. Behind the bar
+stand the results.
 """
 
 import math
@@ -14,6 +15,7 @@ from moeblaze_ops.kernels.formulas.derivative import derivative, times
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
+    PLACE_SYMBOLS,
     ZERO,
     Node,
     apply,
@@ -87,7 +89,7 @@ def _cost(program: str, gated: bool) -> Cost:
 
 _WEIGHTS = {
     "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "half_erf": 7, "tanh": 5, "sin": 14, "cos": 14,
-    "log": 6, "minimum": 2, "maximum": 2,
+    "draw": 14, "log": 6, "minimum": 2, "maximum": 2,
 }  # fmt: skip
 """Functions of several steps; those of one or two count once."""
 
@@ -103,18 +105,20 @@ def _weighted(slope: Node, computed: set[Node]) -> Node:
 
 
 def _program(num_parameters: int, is_short: bool, *results: Node) -> str:
-    first_step = 3 + num_parameters
+    first_place = 3 + num_parameters
     made: dict[Node, Node] = {}
     for node in below(*results):
         made[node] = _lowered(node, [made[arg] for arg in node.args])
     results = tuple(made[result] for result in results)
     if is_short:
         results = shortened(*results)
-    places: dict[Node, str] = {}
+    places = {symbol(name): str(first_place + i) for i, name in enumerate(PLACE_SYMBOLS)}
+    draws = any(node.op == "draw" for node in below(*results))
+    first_step = first_place + (len(PLACE_SYMBOLS) if draws else 0)
     steps: list[str] = []
     for node in below(*results):
         if node.symbol:
-            places[node] = str(_PLACES[node.symbol])
+            places.setdefault(node, str(_PLACES.get(node.symbol)))
         elif node.is_number:
             places[node] = repr(node.number)
         else:

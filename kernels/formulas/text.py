@@ -14,6 +14,7 @@ from moeblaze_ops.kernels.formulas.expression import (
     COMPARISONS,
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
+    PLACE_SYMBOLS,
     UNGATED_SYMBOLS,
     Node,
     apply,
@@ -97,7 +98,7 @@ def parse(text: str) -> Node:
 
 def check_root(root: Node) -> None:
     """Refuse what is no function of (g, u) or of h, or is too long, as a ValueError."""
-    names = symbols_of(root).difference(PARAMETER_SYMBOLS)
+    names = symbols_of(root).difference(PARAMETER_SYMBOLS, PLACE_SYMBOLS)
     if not names or not (names <= set(GATED_SYMBOLS) or names <= set(UNGATED_SYMBOLS)):
         found = ", ".join(sorted(names)) or "no symbol"
         raise ValueError(f"a function of {found} instead of g and u (gated), or of h (ungated)")
@@ -114,7 +115,7 @@ def _read(tree: ast.expr) -> Node:
     match tree:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return number(value)
-        case ast.Name(id=name) if name in (*GATED_SYMBOLS, *UNGATED_SYMBOLS, *PARAMETER_SYMBOLS):
+        case ast.Name(id=name) if name in (*GATED_SYMBOLS, *UNGATED_SYMBOLS, *PARAMETER_SYMBOLS, *PLACE_SYMBOLS):
             return symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return apply("neg", _read(operand))

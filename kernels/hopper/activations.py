@@ -11,6 +11,7 @@ from moeblaze_ops.kernels.activations import (
     is_constant_result,
     num_steps,
     operand_of,
+    reads_place,
     result_of,
 )
 from moeblaze_ops.kernels.hopper.gluon_api import PropagateNan, gl, gluon
@@ -39,6 +40,21 @@ def _log1p(x):
 def _nearest(x):
     """The whole number next to x: in fp32 a number of 3 * 2 ** 22 has no digits behind the point."""
     return (x + 12582912.0) - 12582912.0
+
+
+@gluon.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@gluon.jit
+def _draw(seed, row, column):
+    """As ``kernels/draws.py`` has it; 23 bits as the digits of a number in [1, 2) take no conversion."""
+    own = _mixed(row.to(gl.uint32) ^ _mixed(seed.to(gl.uint32)))
+    bits = _mixed(own + column.to(gl.uint32) * 0x9E3779B1) * (own | 1)
+    return ((bits >> 9) | 0x3F800000).to(gl.float32, bitcast=True) - 1.0
 
 
 @gluon.jit
@@ -98,6 +114,8 @@ def _apply(FUNCTION: gl.constexpr, x, y, z):
         return gl.rsqrt(x)
     elif FUNCTION == "nearest":
         return _nearest(x)
+    elif FUNCTION == "draw":
+        return _draw(x, y, z)
     elif FUNCTION == "sin_of_turn":
         return _short(SINE, x)
     else:
@@ -142,27 +160,32 @@ def load_parameters(params_ptr, expert, NUM_PARAMETERS: gl.constexpr):
 
 
 @gluon.jit
-def _with_parameters(gate, up, da, parameters):
+def _given(gate, up, da, parameters, place, PROGRAM: gl.constexpr):
     """What a program begins with; a parameter is a number, of which each element gets a copy."""
     values = (gate, up, da)
     for i in gl.static_range(len(parameters)):
         values = values + (gl.full(gate.shape, parameters[i], gl.float32, gate.type.layout),)
+    if reads_place(PROGRAM):
+        values = values + place
     return values
 
 
 @gluon.jit
-def activate(gate, up, parameters, PROGRAM: gl.constexpr):
-    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated. ``parameters``: fp32 numbers."""
-    return _result(_run(_with_parameters(gate, up, gate, parameters), PROGRAM), PROGRAM, 0)
+def activate(gate, up, parameters, place, PROGRAM: gl.constexpr):
+    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated.
+
+    ``parameters``: fp32 numbers. ``place``: the numbers of rows and of columns, [rows, 1] and [1, columns].
+    """
+    return _result(_run(_given(gate, up, gate, parameters, place, PROGRAM), PROGRAM), PROGRAM, 0)
 
 
 @gluon.jit
-def activate_backward(gate, up, da, parameters, PROGRAM: gl.constexpr):
+def activate_backward(gate, up, da, parameters, place, PROGRAM: gl.constexpr):
     """``(a, dgate, dup, dparameters)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated.
 
     ``dparameters`` has the element's part of the gradient of each parameter.
     """
-    values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
+    values = _run(_given(gate, up, da, parameters, place, PROGRAM), PROGRAM)
     dparameters = ()
     for i in gl.static_range(len(parameters)):
         dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)

@@ -68,7 +68,8 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parame
             mask = mask & (columns < PLAN.columns)
         da = unpack(handoff.load_pairs(half, half_row, chunk, ROWS, pair_layout(gl.num_warps())), dtype)
         gate, up = values_of(h[chunk][0], dtype), values_of(h[chunk][1], dtype)
-        a, dgate, dup, dparameters = activate_backward(gate, up, da * scale, parameters, program)
+        place = (gl.expand_dims(rows, 1), columns)
+        a, dgate, dup, dparameters = activate_backward(gate, up, da * scale, parameters, place, program)
         sums = _added(sums, (da * a,) + dparameters)
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)

@@ -61,7 +61,8 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.parts == 2:
             up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
         if PLAN.activation != IDENTITY:
-            a = activate(gate.to(gl.float32), up.to(gl.float32), parameters, program)
+            place = (gl.expand_dims(rows, 1), columns)
+            a = activate(gate.to(gl.float32), up.to(gl.float32), parameters, place, program)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
         if PLAN.store_h8:
             store_eight_bits(gate, h_ptr, 0, row, end, column + chunk * CHUNK, PLAN)

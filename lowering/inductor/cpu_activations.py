@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.arguments.activations import activate, activation_gradient, with_numbers
 from moeblaze_ops.kernels.eight_bits import unpacked
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 
@@ -39,11 +39,11 @@ def expert_up(
 
 
 def _of_rows(params_EP: Tensor | None, offsets_E1: Tensor, N: int) -> Tensor | None:
-    """The parameters of the expert of each row; those of the last one for a row of an unused slot."""
+    """The parameters of the expert of each row, and its number; those of the last one for a row of an unused slot."""
     if params_EP is None:
         return None
     rows_N = torch.arange(N, device=offsets_E1.device, dtype=offsets_E1.dtype)
-    return params_EP[torch.searchsorted(offsets_E1[1:-1].contiguous(), rows_N, right=True)]
+    return with_numbers(params_EP[torch.searchsorted(offsets_E1[1:-1].contiguous(), rows_N, right=True)], 0)
 
 
 def expert_down_backward(

@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
-from moeblaze_ops.lowering.rewrite.dropout import dropped_activation, sum_of_dropped
+from moeblaze_ops.lowering.rewrite.dropout import dropped_activation, insert_seed, sum_of_dropped
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
@@ -147,20 +147,19 @@ def _insert_whole(
     between, behind = match.dropout
     exact = any(match.dropout) and inductor_config.fallback_random
     prove(not exact, Reason.EFFECT, "its dropout would draw other numbers than eager's, which verify and fallback_random ask for")
-    activation = IDENTITY if between else match.activation
+    activation = dropped_activation(match) if between else match.activation
     up_op = up_that_keeps(keep, activation)
     up_name = up_op.overloadpacket.__name__
     became = f"{up_name}({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
-    learned = _parameters(insert, match)
+    learned = _parameters(insert, match, fake_of(x_TD).device)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
-    up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, learned))
     up = insert.call(up_op, *up_operands)
     if keep == "input" and torch.is_grad_enabled():
         repeat_in_backward(up)
         became += ", up again in backward"
     h_NGF, a_NF, *h8_NGB = insert.items(up, len(up_op._schema.returns))
     if between:
-        h_NGF, learned = dropped_activation(insert, match, h_NGF), None
         became = became.replace(" -> ", f" -> dropout({between}) -> ", 1)
     if activation == IDENTITY:
         a_NF = None
@@ -183,11 +182,13 @@ def _with_parameters(low_rank: tuple[fx.Node, ...], params_EP: fx.Node | None) -
     return low_rank if params_EP is None else (*(low_rank or (None, None, None)), params_EP)
 
 
-def _parameters(insert: Inserter, match: MoEMatch) -> fx.Node | None:
-    """``params_EP`` of both ops, where the activation reads parameters."""
-    if not match.parameters:
-        return None
+def _parameters(insert: Inserter, match: MoEMatch, device: torch.device) -> fx.Node | None:
+    """``params_EP`` of both ops, where the activation reads parameters or drops elements."""
     columns = [insert.numbers(operand) for operand in match.parameters]
+    if match.dropout[0]:
+        columns.append(insert_seed(insert, match, device))
+    if not columns:
+        return None
     columns = [node if fake_of(node).shape[0] == match.E else insert.call("expand", node, match.E) for node in columns]
     return insert.call(torch.stack, columns, 1)
 

@@ -2,7 +2,7 @@
 
 ``h_NGF`` is the pre-activation; for gated activations ``g = h[:, 0]`` is the gate and ``u = h[:, 1]`` the
 linear half. Half precision is computed in fp32 and rounded once, as the kernels do. ``params_NP`` are the parameters of
-each row's expert, in the dtype that is computed in; None where a formula has none.
+each row's expert and the number of the row, [N, P + 1], in the dtype that is computed in; None where a formula has none.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeblaze_ops.arguments.draws import draw
 from moeblaze_ops.kernels.formulas.derivative import derivative
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
+    PLACE_SYMBOLS,
     UNGATED_SYMBOLS,
     Node,
     below,
@@ -77,15 +79,16 @@ def activation_of(activation: str) -> Activation:
     if activation in _ATEN:
         return _ATEN[activation]
     formula, gated = formula_of(activation), is_gated(activation)
-    halves = GATED_SYMBOLS if gated else UNGATED_SYMBOLS
-    symbols = [symbol(name) for name in (*halves, *PARAMETER_SYMBOLS[: num_parameters(activation)])]
+    halves, parameters = GATED_SYMBOLS if gated else UNGATED_SYMBOLS, PARAMETER_SYMBOLS[: num_parameters(activation)]
+    symbols = [symbol(name) for name in (*halves, *parameters)]
     slopes = [derivative(formula, by) for by in symbols]
+    symbols += map(symbol, PLACE_SYMBOLS)  # given with parameters, for what draws
 
     def value(*given: Tensor) -> Tensor:
-        return _evaluated([formula], dict(zip(symbols, given, strict=True)))[0]
+        return _evaluated([formula], dict(zip(symbols, given, strict=False)))[0]
 
     def gradients(slopes: list[Node], da: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, given, strict=True))))
+        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, given, strict=False))))
 
     return Activation(
         gated, value, partial(gradients, slopes[: len(halves)]), partial(gradients, slopes[len(halves) :])
@@ -124,7 +127,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "add": torch.add, "mul": torch.mul, "sub": lambda a, b: a - b, "div": lambda a, b: a / b, "neg": torch.neg,
     **{name: getattr(torch, name) for name in ("abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p")},
     **{name: getattr(torch, name) for name in ("expm1", "sin", "cos", "relu", "pow", "where")},
-    "softplus": F.softplus, "clamp": torch.clamp,
+    "softplus": F.softplus, "clamp": torch.clamp, "draw": draw,
     **{name: _of_tensors(getattr(torch, name)) for name in ("maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne")},
     "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
 }  # fmt: skip
@@ -151,6 +154,12 @@ def parameter_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str, params_NP:
     return torch.stack([gradient.expand(da_NF.shape).sum(1) for gradient in gradients], dim=1)
 
 
+def with_numbers(params_NP: Tensor, first: int) -> Tensor:
+    """``params_NP`` with a column of the numbers of rows, from ``first`` on."""
+    rows_N = torch.arange(first, first + params_NP.shape[0], device=params_NP.device)
+    return torch.cat([params_NP, rows_N.to(params_NP.dtype).unsqueeze(1)], dim=1)
+
+
 def stacked_parameters(parameters: Sequence[Tensor], E: int, dtype: torch.dtype) -> Tensor | None:
     """Parameters of one element or [E] each as the ops take them beside tokens of ``dtype``: [E, P], or None of none."""
     if not parameters:
@@ -160,9 +169,11 @@ def stacked_parameters(parameters: Sequence[Tensor], E: int, dtype: torch.dtype)
 
 
 def _given(h_NGF: Tensor, params_NP: Tensor | None) -> tuple[Tensor, ...]:
-    """What a formula is a function of: the halves of h, and parameters as columns."""
+    """What a formula is a function of: the halves of h, parameters as columns, and the numbers of rows and features."""
     halves = _compute_dtype(h_NGF).unbind(1)
-    return halves if params_NP is None else (*halves, *params_NP.unsqueeze(2).unbind(1))
+    if params_NP is None:
+        return halves
+    return *halves, *params_NP.unsqueeze(2).unbind(1), torch.arange(h_NGF.shape[2], device=h_NGF.device)
 
 
 def _compute_dtype(tensor: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def expert_down_backward(
     blocks = row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2])
     for block in blocks:
         params_NP = row_parameters(params_EP, block)
-        dparams_NP = None if params_NP is None else torch.empty_like(params_NP)
+        dparams_NP = None if params_EP is None else params_EP.new_empty(len(params_NP), params_EP.shape[1])
         down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation, params_NP, dparams_NP)
         if dparams_NP is not None and dparams_EP is not None:
             dparams_EP[block.experts] = torch.stack([rows.sum(0) for rows in of_each(dparams_NP, block)])

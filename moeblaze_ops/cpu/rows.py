@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeblaze_ops.arguments.activations import with_numbers
 from moeblaze_ops.arguments.separate_experts import OneByOne
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.cpu.row_pieces import add_product_of_rows, in_pieces, product_of_rows
@@ -108,10 +109,11 @@ def row_weights(weights_TK: Tensor | None, slots: Tensor) -> Tensor | None:
 
 
 def row_parameters(params_EP: Tensor | None, block: RowBlock) -> Tensor | None:
-    """The parameters of the expert of each row of a block, [rows, P]."""
+    """The parameters of the expert of each row of a block, and the row's number, [rows, P + 1]."""
     if params_EP is None:
         return None
-    return params_EP[block.experts].repeat_interleave(torch.tensor(block.sizes), dim=0)
+    params_NP = params_EP[block.experts].repeat_interleave(torch.tensor(block.sizes), dim=0)
+    return with_numbers(params_NP, block.rows.start)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -25,6 +25,7 @@ FORMULAS = {name: trace_activation(function) for name, function in activations.A
     "one_parameter": "g * sigmoid(p0 * g) * u",
     "several_parameters": "where(h > p1, h * h * softplus(p0) + p1 * h, (expm1(minimum(h, p2)) - h) * softplus(p3) + p1 * h)",
     "an_unused_parameter": "tanh(h) * p1",
+    "dropped": "silu(g) * u * where(draw(p0, n, f) >= 0.25, 1.3333333333333333, 0.0)",
 }
 PARAMETERS = torch.tensor([1.25, -0.5, 0.75, 0.25])
 
@@ -38,7 +39,8 @@ def test_value_and_gradient_in_fp32(activation):
     da_N = torch.randn(BLOCK)
     a_2N, dh_GN = run_in_interpreter(formula, h_GN, da_N, PARAMETERS)
     exact = activation_of(formula)
-    given = (*h_GN.double().unbind(0), *PARAMETERS[: num_parameters(formula)].double())
+    places_N = torch.arange(BLOCK)
+    given = (*h_GN.double().unbind(0), *PARAMETERS[: num_parameters(formula)].double(), places_N, places_N)
     slopes = [*exact.gradient(da_N.double(), *given), *exact.of_parameters(da_N.double(), *given)]
     value_N = exact.value(*given)
     halves = len(h_GN)
@@ -84,6 +86,7 @@ def test_large_numbers_do_not_overflow():
 
 GATED = "g * sigmoid(p0 * g) * (u + p1)"
 UNGATED = "where(h > 0.0, h, h * p0)"
+DROPPED = "silu(g) * u * where(draw(p1, n, f) >= 0.25, 1.3333333333333333, 0.0)"
 
 
 @pytest.mark.parametrize(
@@ -94,11 +97,13 @@ UNGATED = "where(h > 0.0, h, h * p0)"
         ("empty_expert", GATED, "input", torch.float32),
         ("all_to_one_expert", GATED, "output", torch.bfloat16),
         ("zero_tokens", UNGATED, "output", torch.float32),
+        ("unused_slots", DROPPED, "output", torch.float32),
+        ("empty_expert", DROPPED, "input", torch.bfloat16),
     ],
 )
 def test_launchers_of_learned_parameters(case, formula, weight_on, dtype):
     torch.manual_seed(0)
-    gated, count = formula is GATED, 2 if formula is GATED else 1
+    gated, count = formula is not UNGATED, num_parameters(formula)
     named = "swiglu" if gated else "silu"
     layer = make_layer(case, named, bias=True, dtype=dtype, sizes=(5, 2, 40, 36), requires_grad=False)
     x, dispatched, used = layer.x_TD, layer.routing, int(layer.routing[1][-1])

@@ -169,12 +169,15 @@ def test_many_slots_compile(capability):
 LEARNED = {
     "learned slope": "g * sigmoid(p0 * g) * u",
     "learned xielu": "where(h > 0.0, h * h * p0 + h * 0.5, (expm1(clamp(h, None, -1e-06)) - h) * p1 + h * 0.5)",
+    "dropped": "g * sigmoid(g) * u * where(draw(p0, n, f) >= 0.1, 1.1111111111111112, 0.0)",
 }
 # Each target with two formulas, and the one that takes most registers with all.
 FUSED = [
     ("mish_glu", (8, 0)),
     ("swiglu_other_limits", (9, 0)),
     ("learned slope", (10, 0)),
+    ("dropped", (8, 0)),
+    ("dropped", (9, 0)),
     *(("learned xielu", capability) for capability in CAPABILITIES),
 ]
 

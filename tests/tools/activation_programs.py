@@ -109,8 +109,8 @@ def _activate_kernel(
         up = tl.load(h_ptr + BLOCK + places)
     da = tl.load(da_ptr + places)
     parameters = load_parameters(params_ptr, tl.program_id(0), NUM_PARAMETERS)
-    tl.store(a_ptr + places, activate(gate, up, parameters, VALUE))
-    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, GRADIENT)
+    tl.store(a_ptr + places, activate(gate, up, parameters, (places, places), VALUE))
+    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, (places, places), GRADIENT)
     for i in tl.static_range(NUM_PARAMETERS):
         tl.store(dparams_ptr + i * BLOCK + places, dparameters[i])
     tl.store(a_ptr + BLOCK + places, a)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moeblaze_ops
+from moeblaze_ops.arguments.draws import SEEDS, dropped_rows
 from tests.tools.rewrite_harness import check_against_eager, compiled, rewrite_of
 
 T, D, H, E, K = 12, 8, 12, 4, 2
@@ -73,7 +74,9 @@ def drawn(self, x):
     weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
     order = ids.flatten().argsort(stable=True)
     kept = [torch.ones(len(order), width) for width in (H, D)]
-    kept = [F.dropout(ones, p) if p else ones for ones, p in zip(kept, PROBABILITIES[self.own], strict=True)]
+    for i, p in enumerate(PROBABILITIES[self.own]):
+        if p:
+            kept[i] = dropped_rows(kept[i], torch.rand(1, dtype=torch.float32) * SEEDS, p)
     out = torch.zeros_like(x)
     for row, slot in enumerate(order.tolist()):
         t, k = divmod(slot, self.top_k)
