@@ -48,6 +48,7 @@ from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.ops.router_sums import router_sums as _router_sums  # noqa: E402, F401
+from moeblaze_ops.ops.sum_dropped import sum_dropped as _sum_dropped  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
 from moeblaze_ops.report import report  # noqa: E402
 from moeblaze_ops.routing.losses import load_balancing_loss, router_z_loss  # noqa: E402

@@ -7,6 +7,8 @@ shifts of no others.
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.formulas.dropped import factor_of_kept
+
 SEEDS = 2**24
 """Seeds are whole numbers below, which fp32 holds."""
 
@@ -27,11 +29,6 @@ def dropped_rows(rows_ND: Tensor, seed: Tensor, p: float) -> Tensor:
     is_kept_ND = draw(seed, rows_N.unsqueeze(1), columns_D) >= p
     wide_ND = rows_ND.to(torch.promote_types(rows_ND.dtype, torch.float32))
     return torch.where(is_kept_ND, wide_ND * factor_of_kept(p), wide_ND * 0.0).to(rows_ND.dtype)
-
-
-def factor_of_kept(p: float) -> float:
-    """What elements are multiplied by that are dropped with probability ``p``, where they are not."""
-    return 1 / (1 - p) if p < 1 else 0.0
 
 
 def _mixed(x: Tensor) -> Tensor:

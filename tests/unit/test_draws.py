@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moeblaze_ops.arguments.draws import draw, dropped_rows, factor_of_kept
+from moeblaze_ops.arguments.draws import draw, dropped_rows
+from moeblaze_ops.kernels.formulas.dropped import factor_of_kept
 
 
 def table(seed, rows=2048, columns=512):
