@@ -124,7 +124,7 @@ class InvariantMoE(GroupedMoE):
 
 
 class DroppedMoE(GroupedMoE):
-    """The same layer with dropout inside of its experts, compiled apart: there is a limit to what one function is compiled for."""
+    """The same layer with dropout inside of its experts, compiled apart: a function has a limit of graphs."""
 
     dropout = 0.1, 0.1
 

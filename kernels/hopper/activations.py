@@ -53,7 +53,9 @@ def _mixed(x):
 def _draw(seed, row, column):
     """As ``kernels/draws.py`` has it; 23 bits as the digits of a number in [1, 2) take no conversion."""
     own = _mixed(row.to(gl.uint32) ^ _mixed(seed.to(gl.uint32)))
-    bits = _mixed(own + column.to(gl.uint32) * 0x9E3779B1) * (own | 1)
+    bits = own + column.to(gl.uint32) * 0x9E3779B1
+    bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
+    bits = (bits ^ (bits >> 15)) * (own | 1)
     return ((bits >> 9) | 0x3F800000).to(gl.float32, bitcast=True) - 1.0
 
 

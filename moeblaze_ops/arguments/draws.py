@@ -19,7 +19,9 @@ def draw(seed: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """A multiple of ``2 ** -23`` in [0, 1) for each place, in fp32; the three are broadcast, whole numbers of any dtype."""
     seed, row, column = seed.to(torch.int32), row.to(torch.int32), column.to(torch.int32)
     own = _mixed(row ^ _mixed(seed))
-    bits = _mixed(own + column * _GOLDEN) * (own | 1)
+    bits = own + column * _GOLDEN
+    bits = (bits ^ _shifted(bits, 16)) * _FIRST
+    bits = (bits ^ _shifted(bits, 15)) * (own | 1)
     return _shifted(bits, 9).float() * 2**-23
 
 

@@ -1,4 +1,4 @@
-"""Dropout inside of experts on a GPU: kernels of both kinds draw what torch draws, and a compiled layer's gradients are its own."""
+"""Dropout inside of experts on a GPU: kernels of both kinds draw what torch draws, and backward what forward drew."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moeblaze_ops
+import moeblaze_ops.compile  # registers the backend where the package is not installed
 from moeblaze_ops import config
 from moeblaze_ops.arguments.draws import draw
 from moeblaze_ops.kernels.formulas.dropped import dropped
