@@ -43,12 +43,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(seed)
 
 
-def _linear(op):
-    def forward_mode(rows: Tensor, *rest) -> Tensor:
-        (rows, *rest), (tangent, *_) = parted((rows, *rest))
-        return carrying(op()(rows, *rest), op()(tangent, *rest))
+def _forward_mode(*args) -> Tensor:
+    (rows_ND, *rest), (tangent_ND, *_) = parted(args)
+    return carrying(sum_dropped(rows_ND, *rest), sum_dropped(tangent_ND, *rest))
 
-    return forward_mode
+
+def _backward_forward_mode(*args) -> Tensor:
+    (dout_TD, *rest), (tangent_TD, *_) = parted(args)
+    return carrying(sum_dropped_backward(dout_TD, *rest), sum_dropped_backward(tangent_TD, *rest))
 
 
 sum_dropped_backward = register_op(
@@ -60,7 +62,7 @@ sum_dropped_backward = register_op(
     check=lambda op, dout_TD, *rest: _check(op, "dout_TD", dout_TD, *rest),
     backward=_gradient_of_gradient,
     setup_context=_setup_context,
-    forward_mode=_linear(lambda: sum_dropped_backward),
+    forward_mode=_backward_forward_mode,
 )
 """The gradient of the rows of ``sum_dropped``, shape [N, D]: the gradient of its result for each slot, dropped likewise."""
 
@@ -73,7 +75,7 @@ sum_dropped = register_op(
     check=_check_sum,
     backward=_gradient,
     setup_context=_setup_context,
-    forward_mode=_linear(lambda: sum_dropped),
+    forward_mode=_forward_mode,
 )
 """The sum over each token's slots of rows of which each element is 0 with probability p, and else divided by ``1 - p``.
 
