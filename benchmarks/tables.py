@@ -169,6 +169,25 @@ def activations_table() -> str:
     return markdown(["activation", *shapes], [[name, *(ratios[shape, name] for shape in shapes)] for name in names])
 
 
+def dropout_table() -> str:
+    """A step with dropout inside of its experts, over one without."""
+    rows = {way: row for (_, way), row in measured("dropout_h100.json").items()}
+    labels = {
+        "moeblaze": "none",
+        "moeblaze-dropout-activation": "between the projections",
+        "moeblaze-dropout-output": "behind the last one",
+        "moeblaze-dropout": "both",
+        "grouped_mm-dropout+compile": "both, grouped_mm + compile",
+    }
+    plain = rows["moeblaze"]["step_ms"]
+    lines = [
+        [label, f"{step:.2f} ms", f"{step / plain:.2f}", f"{rows[way]['kept_mib']:.0f} MiB", f"{rows[way]['peak_mib']:.0f} MiB"]
+        for way, label in labels.items()
+        for step in (rows[way]["step_ms"],)
+    ]
+    return markdown(["dropout", "step", "over none", "kept", "peak"], lines)
+
+
 def routing_table() -> str:
     """What a way to route costs beside plain top-k in the same run."""
     many_slots = "routing_many_slots_h200.json"
@@ -412,6 +431,7 @@ TABLES = {
         dial_table,
         adapters_table,
         activations_table,
+        dropout_table,
         routing_table,
         models_table,
         fsdp_table,
