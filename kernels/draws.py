@@ -17,5 +17,5 @@ def draw(seed, row, column):
     own = _mixed(row.to(tl.uint32) ^ _mixed(seed.to(tl.uint32)))
     bits = own + column.to(tl.uint32) * 0x9E3779B1
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
-    bits = (bits ^ (bits >> 15)) * (own | 1)
+    bits = (bits ^ (bits >> 15)) * ((own >> 1) | 1)
     return ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0

@@ -55,7 +55,7 @@ def _draw(seed, row, column):
     own = _mixed(row.to(gl.uint32) ^ _mixed(seed.to(gl.uint32)))
     bits = own + column.to(gl.uint32) * 0x9E3779B1
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
-    bits = (bits ^ (bits >> 15)) * (own | 1)
+    bits = (bits ^ (bits >> 15)) * ((own >> 1) | 1)
     return ((bits >> 9) | 0x3F800000).to(gl.float32, bitcast=True) - 1.0
 
 

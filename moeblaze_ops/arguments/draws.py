@@ -1,7 +1,7 @@
 """Random numbers of a seed and a place, which backward draws again: what dropout inside of experts keeps is the seed.
 
-The bits are those of ``kernels/draws.py``. Products of 32-bit numbers keep their low half; numbers are signed here, as torch has
-shifts of no others.
+The bits are those of ``kernels/draws.py``: unsigned numbers of 32 bits, in 64 here, of which no product overflows. (Compilers of
+C++ take overflows of signed numbers for what never happens.)
 """
 
 import torch
@@ -12,22 +12,22 @@ from moeblaze_ops.kernels.formulas.dropped import factor_of_kept
 SEEDS = 2**24
 """Seeds are whole numbers below, which fp32 holds."""
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B1 - 2**32, 0x21F0AAAD, 0x735A2D97
+_BITS = 2**32 - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x21F0AAAD, 0x735A2D97
 
 
 def draw(seed: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """A multiple of ``2 ** -23`` in [0, 1) for each place, in fp32; the three are broadcast, whole numbers of any dtype."""
-    seed, row, column = seed.to(torch.int32), row.to(torch.int32), column.to(torch.int32)
-    own = _mixed(row ^ _mixed(seed))
-    bits = own + column * _GOLDEN
-    bits = (bits ^ _shifted(bits, 16)) * _FIRST
-    bits = (bits ^ _shifted(bits, 15)) * (own | 1)
-    return _shifted(bits, 9).float() * 2**-23
+    own = _mixed(row.long() ^ _mixed(seed.long()))
+    bits = (own + column.long() * _GOLDEN) & _BITS
+    bits = ((bits ^ (bits >> 16)) * _FIRST) & _BITS
+    bits = ((bits ^ (bits >> 15)) * ((own >> 1) | 1)) & _BITS
+    return (bits >> 9).float() * 2**-23
 
 
 def dropped_rows(rows_ND: Tensor, seed: Tensor, p: float) -> Tensor:
     """``F.dropout(rows, p)`` with the numbers that a seed draws. Shape [N, D], dtype of the rows."""
-    rows_N, columns_D = (torch.arange(size, dtype=torch.int32, device=rows_ND.device) for size in rows_ND.shape)
+    rows_N, columns_D = (torch.arange(size, device=rows_ND.device) for size in rows_ND.shape)
     is_kept_ND = draw(seed, rows_N.unsqueeze(1), columns_D) >= p
     wide_ND = rows_ND.to(torch.promote_types(rows_ND.dtype, torch.float32))
     return torch.where(is_kept_ND, wide_ND * factor_of_kept(p), wide_ND * 0.0).to(rows_ND.dtype)
@@ -35,10 +35,6 @@ def dropped_rows(rows_ND: Tensor, seed: Tensor, p: float) -> Tensor:
 
 def _mixed(x: Tensor) -> Tensor:
     """A permutation of 32-bit numbers: each bit of x changes half the bits. Its factors: github.com/skeeto/hash-prospector."""
-    x = (x ^ _shifted(x, 16)) * _FIRST
-    x = (x ^ _shifted(x, 15)) * _SECOND
-    return x ^ _shifted(x, 15)
-
-
-def _shifted(x: Tensor, count: int) -> Tensor:
-    return (x >> count) & (2 ** (32 - count) - 1)
+    x = ((x ^ (x >> 16)) * _FIRST) & _BITS
+    x = ((x ^ (x >> 15)) * _SECOND) & _BITS
+    return x ^ (x >> 15)

@@ -1,9 +1,12 @@
 """Dropout inside of experts in training: numbers are drawn for the rows of all slots, and everything else is as written."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
 from moeblaze_ops.arguments.draws import SEEDS, dropped_rows
@@ -191,3 +194,31 @@ def test_numbers_that_are_to_be_those_of_eager_mode():
         assert rewrite_of(layer, x).reasons == ["EFFECT"]
     assert len(rewrite_of(layer, x).rewritten) == 1
     assert "fallback_random" in str(moeblaze_ops.verify(layer, x))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_backward_draws_what_forward_drew(fp64, backend, recomputed):
+    """The gradient is the slope of the same function, of which a call is made again by torch's seed."""
+    layer, x = Layer(loop, both), torch.randn(T, D)
+    call = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
+    with moeblaze_ops.enabled():
+        run = torch.compile(lambda x: call(x), backend=backend)
+
+        def value():
+            torch.manual_seed(7)
+            return run(x).square().sum()
+
+        value().backward()
+        down = layer.down[0].weight
+        direction, around = torch.randn_like(down), []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                down += step * direction
+            around.append(value().item())
+            with torch.no_grad():
+                down -= step * direction
+        slope = (down.grad * direction).sum().item()
+        assert slope and abs((around[0] - around[1]) / 2e-6 - slope) < 1e-6 * abs(slope)
+        assert not torch.equal(run(x), run(x))
+    assert "dropout(0.25) -> expert_down -> dropout(0.5)" in str(moeblaze_ops.report())
