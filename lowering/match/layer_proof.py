@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import IDENTITY
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name

@@ -20,7 +20,8 @@ import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
+from moeblaze_ops.lowering.evaluate.depth import accumulators
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of

@@ -9,7 +9,8 @@ from itertools import combinations
 
 import torch
 
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
