@@ -363,10 +363,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
             max over k of [ids[t, k] = e] * count[t, k] - 1         of ids that differ
         """
-        x, dims, _ = value.args
-        if len(dims) != 1 or not indices:
-            return self.algebra.leaf(value, indices)
-        (dim,) = dims
+        x, (dim,), _ = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
         if var.kind != "var":

@@ -28,7 +28,7 @@ from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.terms.activation import Formulas
-from moeblaze_ops.lowering.match.terms.expert_term import dropped
+from moeblaze_ops.lowering.match.terms.padding import dropped
 from moeblaze_ops.lowering.statement.operands import Elements
 
 _LEVEL = 100
