@@ -2,23 +2,21 @@
 
 Each value kind of `canonical` has one rule here. Gathers compose indices; scatters and boolean selections become sums
 over what lands on an element, so that a sorted, a masked and a looped spelling of one layer give one expression.
-Evaluation stops (a leaf) at operators without canonical form and below the second projection, where only views,
-gathers, casts and products are looked through.
+Evaluation stops (a leaf) at operators without canonical form, and where `depth` says so.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS, Depth, partial_sums
 from moeblaze_ops.lowering.evaluate.groups import GroupRules, Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
-from moeblaze_ops.lowering.evaluate.nesting import Nesting
-from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection, is_weight
+from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
-from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
@@ -31,11 +29,6 @@ from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
 
-MAX_PROJECTIONS = 2
-_SHALLOW = frozenset((
-    "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
-    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes", "detach",
-))  # fmt: skip
 _MAX_UNROLLED = 1024
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
 
@@ -60,7 +53,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
-        self._nesting = Nesting(self._rules)
+        self._depth = Depth(self._rules)
 
     def element(self, value: Value, indices: Indices, depth: int = 0) -> Expr:
         """The element of ``value`` at ``indices``, inside ``depth`` projections."""
@@ -68,7 +61,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         key = (value, indices, depth)
         found = self._memo.get(key)
         if found is None:
-            for partial in self._accumulated(value, indices, depth):
+            for partial in partial_sums(value, lambda inner: (inner, indices, depth) in self._memo):
                 self._memo[partial, indices, depth] = self._evaluate(partial, indices, depth)
             found = self._memo[key] = self._evaluate(value, indices, depth)
         return found
@@ -85,28 +78,9 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         except Unroll:
             return None
 
-    def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
-        """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
-        chain: dict[Value, None] = {}
-        stack = [(inner, False) for inner in accumulators(value)]
-        while stack:
-            inner, finished = stack.pop()
-            if finished:
-                chain[inner] = None
-            elif inner not in chain and (inner, indices, depth) not in self._memo and (below := accumulators(inner)):
-                stack.append((inner, True))
-                stack += [(part, False) for part in below]
-        return list(chain)
-
     def _evaluate(self, value: Value, indices: Indices, depth: int) -> Expr:
-        kind = value.args[0] if value.op == "pointwise" else value.op
         rule = self._rules.get(value.op)
-        integers = not value.dtype.is_floating_point
-        changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
-        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
-        shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
-        ends = rule is None or value in self._opaque or is_computed_weight(value) or (depth >= MAX_PROJECTIONS and not shallow)
-        if ends or self._nesting.is_deep(value):
+        if rule is None or value in self._opaque or self._depth.ends(value, depth):
             return self.algebra.leaf(value, indices)
         try:
             return rule(value, indices, depth)
@@ -389,10 +363,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
             max over k of [ids[t, k] = e] * count[t, k] - 1         of ids that differ
         """
-        x, dims, _ = value.args
-        if len(dims) != 1 or not indices:
-            return self.algebra.leaf(value, indices)
-        (dim,) = dims
+        x, (dim,), _ = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
         if var.kind != "var":
@@ -418,7 +389,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
         sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
         sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
-        per_token = [any(_moves_with_token(of[letter]) for letter in label if letter in of) for label in labels]
+        per_token = [any(moves_with_token(of[letter]) for letter in label if letter in of) for label in labels]
         weights = [is_weight(x, gathered=gathered) for x, gathered in zip(xs, per_token, strict=True)]
         projects = any(weights)
         inner = depth + projects
@@ -432,6 +403,12 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 found.append(self.element(x, tuple(at), 0 if depth >= MAX_PROJECTIONS and is_mask(x) else inner))
             return found
 
+        def rolled_up(index: dict[str, Expr]) -> list[Expr]:
+            try:
+                return factors({**of, **index})
+            except Unroll:
+                return []
+
         def body(vars: Indices) -> Expr:
             found = factors({**of, **dict(zip(bound, vars, strict=True))})
             if projects:
@@ -441,25 +418,10 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
         # Outermost are experts and slots, of these first the letters that the output of an expert has.
         bound = sorted((c for c in sizes if c not in of), key=lambda c: all({c, out[-1:]} - set(label) for label in labels))
-        chosen = self._chosen(bound, sizes, indices, lambda index: factors({**of, **index})) if projects else set(bound)
+        chosen = letters_of_choices(self.algebra, bound, sizes, indices, rolled_up) if projects else set(bound)
         bound.sort(key=lambda c: c not in chosen)
         e = self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
         return self._counted(value, indices, e)
-
-    def _chosen(
-        self, letters: list[str], sizes: dict[str, Size], used: Indices, factors: Callable[[dict[str, Expr]], list[Expr]]
-    ) -> set[str]:
-        """Of the letters that a projection sums over, those of experts or slots: ids are compared with them, or read at them."""
-        if len(letters) < 2:
-            return set()
-        level = max((v.args[0] for e in used for v in e.free), default=-1) + 1
-        index = {letter: self.algebra.var(level + i, sizes[letter], "r") for i, letter in enumerate(letters)}
-        try:
-            found = factors(index)
-        except Unroll:
-            return set()
-        choices = [e for factor in found for e in subexpressions(factor, _is_choice)]
-        return {letter for letter, var in index.items() if any(var in choice.free for choice in choices)}
 
     def _with_number(self, e: Expr, features: Indices) -> Expr:
         """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
@@ -486,30 +448,9 @@ def _tells(e: Expr, var: Expr) -> bool:
     return any(end is var for end in subexpressions(e, lambda s: s.kind in ("var", "div", "mod"), over=var))
 
 
-def accumulators(value: Value) -> list[Value]:
-    """Operands of the same shape that ``value`` adds something to."""
-    inner: tuple[Value, ...] = ()
-    if value.op in ("put", "scatter"):
-        inner = value.args[:1]
-    elif value.op == "pointwise" and value.args[0] == "add":
-        inner = value.args[1]
-    return [x for x in inner if x.shape == value.shape]
-
-
 _EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def _is_scale(e: Expr) -> bool:
     """What an expert gets of a token: a number that all features share, not a constant."""
     return e.kind != "const" and not any(var.args[2] == "d" for var in e.free)
-
-
-def _is_choice(e: Expr) -> bool:
-    """A comparison, or what a tensor of ids holds where it is an index."""
-    return e.kind == "eq" or (e.kind == "leaf" and not e.args[0].dtype.is_floating_point)
-
-
-def _moves_with_token(index: Expr) -> bool:
-    """Whether an index is made of a token's position, not only of what a tensor holds there."""
-    ends = subexpressions(index, lambda e: e.kind == "var" or (e.kind == "leaf" and not e.args[0].is_permutation))
-    return any(e.kind == "var" and e.args[2] == "t" for e in ends)

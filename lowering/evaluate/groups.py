@@ -9,7 +9,7 @@ that are sums of the first counts. In what was sorted by these ids, the group of
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeblaze_ops.lowering.facts.non_negative import never_negative
@@ -98,20 +98,9 @@ class GroupRules:
         for value, times in values:
             if times < 0:
                 return None
-            for term in self.written_out(self.element(value, ())):
+            for term in written_out(self.algebra, self.element(value, ())):
                 terms[term] += times
         return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
-
-    def written_out(self, e: Expr) -> list[Expr]:
-        """The terms of a sum, those of running sums one by one."""
-        if e.kind == "add":
-            return [term for inner in e.args for term in self.written_out(inner)]
-        if e.kind == "linear" and e.args[0] == 0 and all(type(times) is int and times > 0 for times, _ in e.args[1]):
-            return [term for times, inner in e.args[1] for term in self.written_out(inner) * times]
-        if e.kind == "prefix" and e.args[2].kind == "const":
-            var, body = self.algebra.open(e)
-            return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
-        return [] if e is self.algebra.zero else [e]
 
     def numbered(self, count: Expr) -> "Run | None":
         """How many ids one number is, as a count of any number."""
@@ -229,8 +218,8 @@ class GroupRules:
         """
         for size, held in numbers.items():
             e = self.element(held, ()) if not held.shape else None
-            if e is not None and e.kind == "leaf" and e.args[0].op == "largest" and len(e.args[0].args[0].shape) == 1:
-                counts = e.args[0].args[0]
+            if e is not None and e.kind == "leaf" and e.args[0].op == "largest_of_all" and len(e.args[0].args[0].shape) == 1:
+                (counts,) = e.args[0].args
                 number = self.algebra.fresh((), counts.shape[0])
                 self.algebra.largest[size] = number, self.element(counts, (number,))
 
@@ -274,3 +263,26 @@ def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size
         bound = algebra.extent(keys[0])
         exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups
     return math.prod(axis.args[1] for axis in axes) if exact else None
+
+
+def written_out(algebra: Algebra, e: Expr) -> list[Expr]:
+    """The terms of a sum: of running sums one by one, of sums over something term by term."""
+    if e.kind == "add":
+        return [term for inner in e.args for term in written_out(algebra, inner)]
+    if e.kind == "linear" and e.args[0] == 0 and all(type(times) is int and times > 0 for times, _ in e.args[1]):
+        return [term for times, inner in e.args[1] for term in written_out(algebra, inner) * times]
+    if e.kind == "prefix" and e.args[2].kind == "const":
+        var, body = algebra.open(e)
+        return [algebra.substitute(body, {var: algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
+    if e.kind == "sum":
+        var, body = algebra.open(e)
+        return [algebra.sum(var, part) for part in written_out(algebra, body)]
+    return [] if e is algebra.zero else [e]
+
+
+def is_largest(algebra: Algebra, size: Size, parts: Sequence[Expr]) -> bool:
+    """True if a size is the largest of some counts, of which one counts ``parts``, and others that are no less than zero."""
+    number, counts = algebra.largest.get(size, (algebra.zero, algebra.zero))
+    numbers = [*parts[0].free, *map(algebra.const, range(number.args[1]) if number.kind == "var" else ())]
+    terms = (written_out(algebra, algebra.substitute(counts, {number: n})) for n in numbers)
+    return any(Counter(parts) <= Counter(own) and all(map(is_count, own)) for own in terms)

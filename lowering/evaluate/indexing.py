@@ -60,7 +60,7 @@ class IndexingRules:
             least, terms = index.args[0], ()
         for coefficient, atom in terms:
             if may_be_negative(coefficient):
-                bound = self._bound(atom)
+                bound = self.algebra.extent(atom)
                 if bound is None:
                     return True
                 least = least + coefficient * (bound - 1)
@@ -80,9 +80,6 @@ class IndexingRules:
         row, body = self.algebra.open(atom)
         return self.algebra.substitute(body, {row: atom.args[2]}) is self.algebra.one
 
-    def _bound(self, atom: Expr) -> Size | None:
-        return atom.args[0].shape[0] if _is_permuted(atom) else self.algebra.extent(atom)
-
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args
         return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
@@ -90,9 +87,15 @@ class IndexingRules:
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
         (row,) = indices
-        if _is_any(row, value.shape[0]):
+        if self._is_any(row, value.shape[0]):
             return self._true_element(mask, dim, row)
         return self.algebra.leaf(value, indices)
+
+    def _is_any(self, row: Expr, rows: Size) -> bool:
+        """True if an index may be any of so many, as far as it says which ones it may be; the only one of one is 0."""
+        if _is_permuted(row) or row.kind == "var":
+            return same_size(self.algebra.extent(row), rows)
+        return row.kind != "const" or same_size(rows, 1)
 
     def _true_element(self, mask: Value, dim: int, row: Expr) -> Expr:
         if mask.op != "reshape" or len(mask.shape) != 1:
@@ -108,7 +111,7 @@ class IndexingRules:
         """
         (mask,) = order.args
         whole = mask.args[0] if mask.op == "reshape" else mask
-        for dim, groups in enumerate(whole.shape if _is_any(row, rows) else ()):
+        for dim, groups in enumerate(whole.shape if self._is_any(row, rows) else ()):
             number = self.algebra.fresh((), groups)
             if number.kind == "var" and rows_counted(self.algebra, number, self.true_at(whole, dim, number), rows, groups):
                 return self._true_element(mask, 0, row)
@@ -175,7 +178,7 @@ class IndexingRules:
         for start, size in runs:
             row = self.algebra.fresh(indices, size)
             keys, body = row_at(self.algebra.linear(start, [(1, row)]))
-            given = any(self._bound(key) is None for key in keys if key.kind == "leaf" and len(keys) > 1)
+            given = any(self.algebra.extent(key) is None for key in keys if key.kind == "leaf" and len(keys) > 1)
             from_end = value.op == "put" and any(map(self._may_count_from_end, keys))  # a scatter at -1 raises an error
             if given or from_end:
                 return self.algebra.leaf(value, indices)
@@ -229,7 +232,7 @@ class IndexingRules:
             token, expert = mask.nonzero(as_tuple=True);  out.index_add(0, token[expert.argsort()], ...)
         """
         order = keys[0].args[2] if keys[0].kind == "nonzero" else row
-        if not (_is_permuted(order) and order.args[1] == (row,) and same_size(order.args[0].shape[0], row.args[1])):
+        if not (_is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1])):
             return keys, body
         before = {row: self.algebra.inverse(order.args[0], row)}
         return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
@@ -426,12 +429,6 @@ def _is_token(index: Expr) -> bool:
 
 def _is_below(number: Size, size: Size) -> bool:
     return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
-
-
-def _is_any(row: Expr, rows: Size) -> bool:
-    """True if an index may be any of so many, as far as it says which ones it may be; the only one of one is 0."""
-    of = row.args[0].shape[0] if _is_permuted(row) else row.args[1] if row.kind == "var" else 1
-    return not (_is_permuted(row) or row.kind in ("var", "const")) or same_size(of, rows)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

@@ -9,6 +9,7 @@
     true_first (mask)               the places of true elements of a 1-D mask, and behind them the others, each in order
     inverse (permutation)           grouped_mm (rows, weights, offsets)
     searched (ends, numbers)        how many of the ends, which never fall, are not above a number
+    largest (x, (dim,), keepdim)    the largest integer along an axis       largest_of_all (x)
 """
 
 import math
@@ -451,6 +452,8 @@ def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
 @form("amax")
 def _largest_along(view: GraphView, x: Any, dim: Any, keepdim: bool = False) -> Value:
     require(isinstance(dim, int) and not tensor(x).dtype.is_floating_point, "the largest integer along an axis")
+    if len(x.shape) == 1 and not keepdim:
+        return view.make("largest_of_all", x, shape=(), dtype=x.dtype)
     d = axis(x, dim)
     shape = (*x.shape[:d], *[1][: int(keepdim)], *x.shape[d + 1 :])
     return view.make("largest", x, (d,), keepdim, shape=shape, dtype=x.dtype)
@@ -472,7 +475,7 @@ def _largest_flag(view: GraphView, x: Any) -> Value:
         (flags,) = flags.args
     if flags.dtype != torch.bool:
         require(not flags.dtype.is_floating_point, "the largest integer")
-        return view.make("largest", tensor(x), tuple(range(len(x.shape))), False, shape=(), dtype=x.dtype)
+        return view.make("largest_of_all", tensor(x), shape=(), dtype=x.dtype)
     return cast(view, view.make("any", flags, tuple(range(len(flags.shape))), False), output_dtype(view))
 
 

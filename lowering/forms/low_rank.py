@@ -11,7 +11,7 @@ weight's own is a product with such a sum: ``x W + s (x A) B = x (W + s A B)``.
 
 from collections.abc import Sequence
 
-from moeblaze_ops.lowering.graph.computed_weights import VIEWS, is_computed_weight
+from moeblaze_ops.lowering.forms.factors import is_given, is_low_rank, is_scale, look_into
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import same_shape, same_size
 
@@ -23,85 +23,17 @@ def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
     for left, right in ((a, b), (b, a)):
         if not same_shape(left.shape, right.shape):
             continue
-        if _is_given(left) and _is_low_rank(right) and not _is_low_rank(left):
-            _look_into(right)
+        if is_given(left) and is_low_rank(right) and not is_low_rank(left):
+            look_into(right)
             return view.make("low_rank", left, right)
         if (joined := _joined(view, left, right)) is not None:
             return joined
     return None
 
 
-def _is_given(value: Value) -> bool:
-    """A matrix that the caller passes in, one that is computed of the model's state, or one with a low-rank addition."""
-    while value.op in (*VIEWS, "index") and not is_computed_weight(value):
-        value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
-    return is_computed_weight(value) or (value.op in ("input", "low_rank") and value.dtype.is_floating_point)
-
-
-def _look_into(product: Value) -> None:
-    """A low-rank addition is of the model's state as well, and is taken apart all the same."""
-    pending = [product]
-    while pending:
-        value = pending.pop()
-        if value.of_state and value.op in ("cast", "permute", "pointwise", "contract"):
-            value.of_state = False
-            if value.op != "contract":
-                pending += value.args[1] if value.op == "pointwise" else value.args[:1]
-
-
-def _is_low_rank(value: Value) -> bool:
-    """A product of two matrices that the caller passes in, over fewer ranks than either has rows; multiples and sums of such."""
-    pending = [value]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if value.op in ("cast", "permute"):
-            pending.append(value.args[0])
-        elif value.op == "pointwise" and value.args[0] in ("add", "mul"):
-            tensors = [x for x in value.args[1] if not _is_scale(x)]
-            if not tensors or (len(tensors) > 1 and value.args[0] == "mul"):
-                return False
-            pending += tensors
-        elif not _is_of_few_ranks(value):
-            return False
-    return True
-
-
-def _is_of_few_ranks(value: Value) -> bool:
-    if value.op != "contract" or len(value.args[0]) != 2 or not all(map(_is_factor, value.args[0])):
-        return False
-    xs, labels, out = value.args
-    sizes = {letter: size for x, label in zip(xs, labels, strict=True) for letter, size in zip(label, x.shape, strict=True)}
-    ranks = [size for letter, size in sizes.items() if letter not in out]
-    outer = [sizes[letter] for letter in out if not all(letter in label for label in labels)]
-    known = all(isinstance(size, int) for size in (*ranks, *outer))
-    return len(ranks) == 1 and len(outer) == 2 and known and ranks[0] < min(outer)
-
-
-def _is_factor(value: Value) -> bool:
-    """A matrix that the caller passes in, one that is computed of the model's state, or a multiple of one."""
-    while not _is_given(value) and (value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul")):
-        if value.op == "cast":
-            value = value.args[0]
-            continue
-        tensors = [x for x in value.args[1] if not _is_scale(x)]
-        if len(tensors) != 1:
-            return False
-        value = tensors[0]
-    return _is_given(value)
-
-
-def _is_scale(value: Value) -> bool:
-    """A number, or numbers that are passed in, along one axis: one for each expert, or no scale after all."""
-    return value.op == "full" or (sum(size != 1 for size in value.shape) < 2 and _is_given(value))
-
-
 def _is_number(value: Value) -> bool:
     """One number: of a product's features each may have its own otherwise, which is no scale of the weight."""
-    return _is_scale(value) and all(size == 1 for size in value.shape)
+    return is_scale(value) and all(size == 1 for size in value.shape)
 
 
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:
@@ -126,10 +58,10 @@ def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], 
     for x, w, lx, lw in _sides(product):
         for u, b, lu, lb in _sides(second):
             first = _without_casts(u)
-            if first.op != "contract" or not (_is_given(w) and _is_given(b)):
+            if first.op != "contract" or not (is_given(w) and is_given(b)):
                 continue
             for other, a, lo, la in _sides(first):
-                if _without_casts(other) is not _without_casts(x) or not _is_given(a):
+                if _without_casts(other) is not _without_casts(x) or not is_given(a):
                     continue
                 labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
                 if labels is not None and _fits(w, lw, (a, b), labels):
@@ -172,7 +104,7 @@ def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], se
     if first.op != "grouped_mm" or not (ends is ends_b is first.args[2]):
         return None
     other, a, _ = first.args
-    if _without_casts(other) is not _without_casts(rows) or not all(map(_is_given, (w, a, b))):
+    if _without_casts(other) is not _without_casts(rows) or not all(map(is_given, (w, a, b))):
         return None
     total = _scaled(view, numbers, w, (a, b), ("eir", "ero"), "eio")
     return view.make("grouped_mm", rows, total, ends, shape=product.shape, dtype=product.dtype)

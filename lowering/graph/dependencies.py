@@ -47,18 +47,6 @@ def own_dependencies(
     return found
 
 
-def reached(view: GraphView, targets: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """For each node the ``targets`` that it depends on, or is, as a number with a bit for each."""
-    own = {target: 1 << number for number, target in enumerate(targets)}
-    found: dict[fx.Node, int] = {}
-    for node, read in view.reads.items():
-        bits = own.get(node, 0)
-        for operand in read:
-            bits |= found[operand]
-        found[node] = bits
-    return found
-
-
 def _backwards(view: GraphView, roots: Iterable[fx.Node]) -> Iterator[fx.Node]:
     """The nodes of a graph from the last of ``roots`` on."""
     last = max((view.position[root] for root in roots), default=-1)

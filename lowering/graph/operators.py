@@ -52,14 +52,6 @@ def operator_name(node: fx.Node) -> str:
     return known
 
 
-def is_foreign(node: fx.Node) -> bool:
-    """True if a node calls an operator of a library that is neither torch's nor ours, of which nothing is known.
-
-        torch.ops.mylib.add_rows(out, index, rows)      torch.ops.aten.add(a, b), torch.ops.moeblaze.route(logits, 2): no
-    """
-    return any(op.namespace not in (*_NAMESPACES, "moeblaze") for op in overloads_of(node)) and not operator_name(node)
-
-
 def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
     """The overload that a node calls, or all that it may where the overload is chosen at the call."""
     if isinstance(node.target, torch._ops.OpOverload):

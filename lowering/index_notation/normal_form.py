@@ -444,12 +444,6 @@ class Algebra:
             return self.sum(var, self.detached(body))
         return self.call(DETACH, (e,))
 
-    def attached(self, e: Expr) -> Expr | None:
-        """What ``e`` is without gradient; None where it has one, as far as is known."""
-        parts = {part: part.args[1][0] for part in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == DETACH)}
-        whole = self.substitute(e, parts) if parts else e
-        return whole if parts and self.detached(whole) is e else None
-
     def cast(self, dtype: Any, e: Expr) -> Expr:
         return e if e.kind == "const" else self._intern("cast", dtype, e)
 

@@ -16,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import IDENTITY
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.facts.subscripts import of_experts_alone
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
@@ -45,7 +47,7 @@ from moeblaze_ops.lowering.match.terms.expert_coverage import (
     extent,
     weight_index,
 )
-from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, of_experts_alone, read_expert, written
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert
 from moeblaze_ops.lowering.match.terms.padding import without_padding
 from moeblaze_ops.lowering.match.terms.routing_term import (
     Routing,
@@ -235,7 +237,7 @@ class _Proof:
         bounds, E = self._bounds(routed), stored.num_experts
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
         return MoEMatch(
-            root=root, reading=self._reading(experts, routed), region=region, x=x, experts=routed.ids, weights=weights,
+            root=root, reading=self._reading(experts), region=region, x=x, experts=routed.ids, weights=weights,
             scales=scales, weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
@@ -247,18 +249,13 @@ class _Proof:
             subscripts=selects, copied=written_before_backward(self.view, root, read),
         )  # fmt: skip
 
-    def _reading(self, experts: Sequence[ExpertTerm], routed: _Routed) -> Reading:
-        """The terms as they are proven: a term of places that tokens have is one of tokens, see `padding` and `find_scored`."""
-        candidate, terms = self.candidate, []
-        for term, before, now, routing in zip(candidate.terms, experts, routed.experts, routed.routings, strict=True):
-            share, binders = self.algebra.mul(*now.routing), now.binders
-            if routed.scored:
-                share, binders = routing.score, tuple(binder for binder in now.binders if binder is routing.expert)
-            of_places = len(binders) < len(before.binders)
-            terms.append(written(self.algebra, self.formulas, now, share, binders) if of_places else term)
+    def _reading(self, experts: Sequence[ExpertTerm]) -> Reading:
+        candidate = self.candidate
         others = tuple(part for term in candidate.others for part in products_of(self.algebra, term, self.feature))
-        sizes = candidate.value.shape[:-1]
-        return Reading(self.evaluator, self.formulas, tuple(terms), others, candidate.tokens, sizes, self.feature)
+        terms = tuple(zip(candidate.terms, experts, strict=True))
+        return Reading(
+            self.evaluator, self.formulas, terms, others, candidate.tokens, candidate.value.shape[:-1], self.feature
+        )
 
     def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
         """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""

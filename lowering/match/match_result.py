@@ -19,6 +19,7 @@ from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.match.region import Region
 from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation
 
 
@@ -26,12 +27,12 @@ from moeblaze_ops.lowering.match.zero_computation import ZeroComputation
 class Reading:
     """What was read as a layer: the terms of the sum that its root has at ``tokens``, among tokens of ``sizes``, and ``feature``.
 
-    ``experts`` have projections, ``others`` have none.
+    ``experts`` have projections, each with what it was read as; ``others`` have none.
     """
 
     evaluator: Evaluator
     formulas: Formulas
-    experts: tuple[Expr, ...]
+    experts: tuple[tuple[Expr, ExpertTerm], ...]
     others: tuple[Expr, ...]
     tokens: Indices
     sizes: tuple[Size, ...]

@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.dependencies import dependencies, reached
+from moeblaze_ops.lowering.graph.dependencies import dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
-from moeblaze_ops.lowering.graph.operators import is_foreign, overloads_of
+from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusal, prove_layer, unshaped
@@ -205,7 +205,7 @@ class Matcher:
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
-        if not experts and is_foreign(root):
+        if not experts and _is_foreign(root):
             given = Counter(chosen for operand in root.all_input_nodes for chosen in self._experts_behind(operand).elements())
             operator = overloads_of(root)[0].name()
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
@@ -387,7 +387,7 @@ def _adds_choices(e: Expr) -> bool:
 def _may_combine(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    return (inplace_name(node) or target_name(node)) in _COMBINES or is_foreign(node)
+    return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node)
 
 
 def _added(term: Expr | None, feature: Expr) -> str:
@@ -405,3 +405,23 @@ def _is_vector(term: Expr, feature: Expr) -> bool:
     """
     found = subexpressions(term, lambda e: e is feature or e.kind in ("eq", "any"), over=feature)
     return any(each is feature for each in found)
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """True if a node calls an operator of a library that is neither torch's nor ours, of which nothing is known.
+
+        torch.ops.mylib.add_rows(out, index, rows)      torch.ops.aten.add(a, b), torch.ops.moeblaze.route(logits, 2): no
+    """
+    return any(op.namespace not in ("aten", "prims", "moeblaze") for op in overloads_of(node)) and not operator_name(node)
+
+
+def reached(view: GraphView, targets: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """For each node the ``targets`` that it depends on, or is, as a number with a bit for each."""
+    own = {target: 1 << number for number, target in enumerate(targets)}
+    found: dict[fx.Node, int] = {}
+    for node, read in view.reads.items():
+        bits = own.get(node, 0)
+        for operand in read:
+            bits |= found[operand]
+        found[node] = bits
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.evaluate.evaluator import accumulators
+from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.projections import projects
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 

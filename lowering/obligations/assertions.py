@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
+from moeblaze_ops.lowering.evaluate.groups import sum_of_counts, written_out
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
@@ -276,7 +276,7 @@ class _Known:
             compared = any(number in hit.args for hit in subexpressions(body, lambda inner: inner.kind == "eq"))
             if compared and isinstance(size := number.args[1], int):
                 return [self.evaluator.algebra.substitute(body, {number: self.evaluator.algebra.const(i)}) for i in range(size)]
-        return self.evaluator.written_out(e)
+        return written_out(self.evaluator.algebra, e)
 
 
 def _selecting(value: Value, axis: int) -> Value | None:

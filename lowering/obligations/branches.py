@@ -20,7 +20,9 @@ import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
+from moeblaze_ops.lowering.evaluate.depth import accumulators
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
@@ -266,7 +268,8 @@ class _Proof:
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
             if element is not None and element.kind == "eq":  # of two running counts
-                less, more = sorted((Counter(self.evaluator.written_out(side)) for side in element.args), key=Counter.total)
+                sides = (Counter(written_out(self.evaluator.algebra, side)) for side in element.args)
+                less, more = sorted(sides, key=Counter.total)
                 if less <= more and (more - less).total() == 1 and all(map(is_count, more)):
                     (added,) = more - less
                     element = self.evaluator.algebra.eq(added, self.evaluator.algebra.zero)
@@ -309,7 +312,7 @@ class _Proof:
             if element is None or not times.is_Integer:
                 constant += times * symbol
                 continue
-            for term in self.evaluator.written_out(element):
+            for term in written_out(self.evaluator.algebra, element):
                 if term.kind == "const":
                     constant += times * term.args[0]
                 else:

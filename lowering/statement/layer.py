@@ -17,7 +17,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Unroll
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import Unroll
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import Expr
@@ -27,7 +28,7 @@ from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.terms.activation import Formulas
-from moeblaze_ops.lowering.match.terms.expert_term import dropped
+from moeblaze_ops.lowering.match.terms.padding import dropped
 from moeblaze_ops.lowering.statement.operands import Elements
 
 _LEVEL = 100

@@ -9,7 +9,8 @@ from itertools import combinations
 
 import torch
 
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
@@ -44,9 +45,12 @@ class LayerForm:
             case "any" if self._is_once(e):
                 var, body = algebra.open(e)
                 return algebra.sum(var, self.of(body))
-            case "sum" | "prefix":
+            case "sum":
                 var, body = algebra.open(e)
-                return getattr(algebra, e.kind)(var, self.of(body), *map(self.of, e.args[2:]))
+                return self._summed(var, self.of(body))
+            case "prefix":
+                var, body = algebra.open(e)
+                return algebra.prefix(var, self.of(body), self.of(e.args[2]))
             case "call" if e.args[0] == DROPOUT:
                 return algebra.call(DROPOUT, (self.of(e.args[1][0]),), e.args[2][0])
             case "call" if (whole := algebra.unscaled(e)) is not e:
@@ -65,6 +69,15 @@ class LayerForm:
             case "mul":
                 return self._product([self.of(factor) for factor in e.args])
         return algebra._rebuild(e, self.of)
+
+    def _summed(self, var: Expr, body: Expr) -> Expr:
+        """A sum over ``var`` inside of another one, as far as that has factors that do not depend on it: sum_c sum_e g_e h_ec."""
+        outer, inner = self._algebra.open(body) if body.kind == "sum" else (var, body)
+        apart = [f for f in factors_of(inner) if var not in f.free]
+        if outer is var or not apart:
+            return self._algebra.sum(var, body)
+        rest = self._algebra.mul(*(f for f in factors_of(inner) if f not in apart))
+        return self._summed(outer, self._algebra.mul(*apart, self._algebra.sum(var, rest)))
 
     def _sum(self, terms: list[Expr]) -> Expr:
         """A sum in which a product stands once, with one number; one that all of them have stands before the sum.

@@ -132,18 +132,28 @@ def _plan(
             raise ValueError(f"shard_experts: model must not be sharded twice, got {group.owner!r} again")
         entries = list(owner) if group.listed else [owner]
         for name in group.names:
-            full, of_entries = f"{group.owner}.{name}" if group.owner else name, [entry.get_parameter(name) for entry in entries]
-            for parameter in of_entries:
-                _check(full, parameter, group, mesh)
-            uses.update(of_entries)
-            if max(uses[p] for p in of_entries) > 2:  # a module's, and this group's
-                raise ValueError(f"shard_experts: {full} must belong to one module, got a parameter that several modules share")
-            if len({p.requires_grad for p in of_entries}) > 1:
-                frozen = [number for number, p in enumerate(of_entries) if not p.requires_grad]
-                raise ValueError(f"shard_experts: {full} must be frozen for all experts or for none, got it frozen for {frozen}")
+            full = f"{group.owner}.{name}" if group.owner else name
+            _check_alike(full, [entry.get_parameter(name) for entry in entries], group, mesh, uses)
+    return groups, left, _described(model, groups)
+
+
+def _described(model: nn.Module, groups: list[ExpertGroup]) -> list[str]:
+    """The model in words, which are the same on all ranks."""
     trained = {True: "", False: " frozen"}
     described = [f"{name} {list(p.shape)} {p.dtype}{trained[p.requires_grad]}" for name, p in model.named_parameters()]
-    return groups, left, [*described, *(f"experts {group.names} in {group.owner!r}" for group in groups)]
+    return [*described, *(f"experts {group.names} in {group.owner!r}" for group in groups)]
+
+
+def _check_alike(name: str, parameters: list[nn.Parameter], group: ExpertGroup, mesh: DeviceMesh, uses: Counter) -> None:
+    """Refuses the parameters of one name that are not the group's alone, or not alike; ``uses`` counts whose they are."""
+    for parameter in parameters:
+        _check(name, parameter, group, mesh)
+    uses.update(parameters)
+    if max(uses[p] for p in parameters) > 2:  # a module's, and this group's
+        raise ValueError(f"shard_experts: {name} must belong to one module, got a parameter that several modules share")
+    if len({p.requires_grad for p in parameters}) > 1:
+        frozen = [number for number, p in enumerate(parameters) if not p.requires_grad]
+        raise ValueError(f"shard_experts: {name} must be frozen for all experts or for none, got it frozen for {frozen}")
 
 
 def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -> None:

@@ -64,7 +64,16 @@ TRUSTED = (
     "lowering/match/region.py",
     "lowering/match/terms/padding.py",
 )
-MOST_TRUSTED_LINES = 6920
+# But for files in these rooms that only say how deep is looked: whatever they say, no rewrite is wrong, which
+# tests/rewrite/test_any_depth.py shows of each of their answers.
+SEARCHING = (
+    "lowering/evaluate/depth.py",
+    "lowering/evaluate/projections.py",
+    "lowering/forms/factors.py",
+    "lowering/graph/computed_weights.py",
+    "lowering/graph/model_state.py",
+)
+MOST_TRUSTED_LINES = 6619
 
 # What a package may know of the others. The switch hands graphs to lowering.
 ROOF = "compile"
@@ -276,7 +285,9 @@ def test_folders_are_small():
 
 
 def test_trusted_base_does_not_grow():
-    own = [file for file in all_files() if str(file.relative_to(ROOT)).startswith(TRUSTED)]
+    paths = {str(file.relative_to(ROOT)): file for file in all_files()}
+    own = [file for path, file in paths.items() if path.startswith(TRUSTED) and path not in SEARCHING]
+    assert not set(SEARCHING) - set(paths)
     assert sum(file.read_text().count("\n") for file in own) <= MOST_TRUSTED_LINES
     design = (ROOT / "DESIGN.md").read_text()
     assert not [place for place in TRUSTED if f"| `{place}" not in design] and f"{MOST_TRUSTED_LINES:,} lines" in design

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.operands.find_operands import attached_of
 from tests.tools.rewrite_harness import check_against_eager
 
 D, H, E, T, K = 6, 10, 4, 9, 2
@@ -300,7 +301,7 @@ def test_detached_products_are_products_of_detached_factors():
     whole = algebra.mul(a, b, mark)
     stopped = algebra.detached(whole)
     assert stopped is algebra.mul(algebra.detached(a), algebra.detached(b), mark) and algebra.detached(stopped) is stopped
-    assert algebra.attached(stopped) is whole
-    assert algebra.attached(algebra.mul(algebra.detached(a), b)) is None  # half of it has a gradient
-    assert algebra.attached(mark) is None and algebra.detached(mark) is mark
+    assert attached_of(algebra, stopped) is whole
+    assert attached_of(algebra, algebra.mul(algebra.detached(a), b)) is None  # half of it has a gradient
+    assert attached_of(algebra, mark) is None and algebra.detached(mark) is mark
     assert algebra.add(a, algebra.mul(algebra.const(-1), algebra.detached(a))) is not algebra.zero

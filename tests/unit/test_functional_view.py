@@ -6,8 +6,9 @@ from torch import fx
 import moeblaze_ops.lowering.forms.indexing
 import moeblaze_ops.lowering.forms.products  # noqa: F401
 from moeblaze_ops.lowering.forms.views import TABLE
-from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependencies, reached
+from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependencies
 from moeblaze_ops.lowering.graph.functional_view import GraphView
+from moeblaze_ops.lowering.match.matcher import reached
 
 END = 10**9
 

@@ -17,7 +17,8 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, subexpressions
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Finder:
             if (integers and value.dtype.is_floating_point) or not _are(elements, targets):
                 continue
             return Operand(node, value.dtype)
-        attached = tuple(map(self._evaluator.algebra.attached, targets))
+        attached = tuple(attached_of(self._evaluator.algebra, target) for target in targets)
         if None not in attached:
             found = self._latest(attached, places, depth, integers=integers)
             return found and replace(found, detached=True)
@@ -208,3 +209,10 @@ def _are(elements: Iterator[Expr], targets: Indices) -> bool:
     with suppress(Unroll):
         return all(element is target for element, target in zip(elements, targets, strict=True))
     return False
+
+
+def attached_of(algebra: Algebra, e: Expr) -> Expr | None:
+    """What ``e`` is without gradient; None where it has one, as far as is known."""
+    parts = {part: part.args[1][0] for part in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == DETACH)}
+    whole = algebra.substitute(e, parts) if parts else e
+    return whole if parts and algebra.detached(whole) is e else None

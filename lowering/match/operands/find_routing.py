@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, subexpressions

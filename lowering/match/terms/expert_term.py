@@ -4,16 +4,14 @@ A term is a product. Its one factor that depends on the feature of the output is
 how much of it a token gets and is left to `routing_term`.
 """
 
-import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
-from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -44,28 +42,6 @@ class ExpertTerm:
     feature_in: Expr  # the variable of D inside the up projection
     parameters: tuple[Expr, ...] = ()  # what the activation reads as p0, p1 and so on
     dropout: tuple[float, float] = (0, 0)  # how likely an element is dropped: of the activation, of the output
-
-
-def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm, share: Expr, binders: Sequence[Expr]) -> Expr:
-    """The term that ``read_expert`` reads as ``expert``, times a share of each token and summed over ``binders``."""
-    halves = []
-    for projection in expert.up:
-        h = algebra.mul(*expert.scale, algebra.sum(expert.feature_in, algebra.mul(expert.x, projection.weight)))
-        halves.append(h if projection.bias is None else algebra.add(h, projection.bias))
-    symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
-    symbols |= dict(zip(formulas.parameters, expert.parameters, strict=False))
-    hidden = dropped(algebra, algebra.substitute(formulas.spellings(expert.activation)[0], symbols), expert.dropout[0])
-    term = algebra.sum(expert.width, algebra.mul(hidden, expert.down.weight))
-    term = term if expert.down.bias is None else algebra.add(term, expert.down.bias)
-    term = algebra.mul(share, dropped(algebra, term, expert.dropout[1]))
-    for binder in binders:
-        term = algebra.sum(binder, term)
-    return term
-
-
-def dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
-    """``e`` with dropout, whichever call of it that is."""
-    return algebra.call(DROPOUT, (e,), p) if p else e
 
 
 def _undropped(e: Expr) -> tuple[Expr, float]:
@@ -142,32 +118,6 @@ def _chooses(weight: Expr, binders: set[Expr]) -> bool:
             if any(atom.kind in ("leaf", "group", "call") or atom in binders for atom in atoms):
                 return True
     return False
-
-
-_ORDERS = ("lt", "le", "gt", "ge")
-
-
-def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
-    """A term without comparisons that say the same of every id of an expert: other ids choose no weights, and get nothing.
-
-    An id below 0 chooses an expert, too, from the last one on.
-
-        out.masked_fill(ids >= E, 0)                of W[ids] @ x, or a grouped product, where W has E experts: as it is
-        out.masked_fill(ids >= E - 1, 0)            the mask stays: expert E - 1 is masked
-    """
-    found = set[tuple[Expr, Size]]()
-    for weight in subexpressions(term, lambda e: e.kind == "leaf" and feature in e.args[1]):
-        found |= {axis for axis in zip(weight.args[1], weight.args[0].shape, strict=True) if axis[0].kind in ("leaf", "call")}
-    if len(found) != 1:
-        return term
-    ((ids, count),) = found
-    masks: dict[Expr, Expr] = {}
-    for mask in subexpressions(term, lambda e: e.kind == "call" and e.args[0] in _ORDERS and e.args[1][0] is ids):
-        number, compare = mask.args[1][1], getattr(operator, mask.args[0])
-        if number.kind == "const" and isinstance(count, int):
-            first, last = compare(-count, number.args[0]), compare(count - 1, number.args[0])
-            masks |= {mask: algebra.const(int(first))} if first == last else {}
-    return algebra.substitute(term, masks) if masks else term
 
 
 def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr) -> ExpertTerm:

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moeblaze_ops.lowering.evaluate.groups import is_largest
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
 
@@ -47,6 +49,28 @@ def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> Expert
                     binders=tuple(binder for binder in expert.binders if binder is not place),
                 )
     return expert
+
+
+def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm) -> Expr:
+    """The term that is read as ``expert``."""
+    halves = []
+    for projection in expert.up:
+        h = algebra.mul(*expert.scale, algebra.sum(expert.feature_in, algebra.mul(expert.x, projection.weight)))
+        halves.append(h if projection.bias is None else algebra.add(h, projection.bias))
+    symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
+    symbols |= dict(zip(formulas.parameters, expert.parameters, strict=False))
+    hidden = dropped(algebra, algebra.substitute(formulas.spellings(expert.activation)[0], symbols), expert.dropout[0])
+    term = algebra.sum(expert.width, algebra.mul(hidden, expert.down.weight))
+    term = term if expert.down.bias is None else algebra.add(term, expert.down.bias)
+    term = algebra.mul(*expert.routing, dropped(algebra, term, expert.dropout[1]))
+    for binder in reversed(expert.binders):
+        term = algebra.sum(binder, term)
+    return term
+
+
+def dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
+    """``e`` with dropout, whichever call of it that is."""
+    return algebra.call(DROPOUT, (e,), p) if p else e
 
 
 @dataclass(frozen=True)
@@ -172,26 +196,9 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
     row, counted = algebra.open(position.count)
-    has_room |= _is_largest(algebra, places, position)
+    has_room |= is_largest(algebra, places, (position.total, *position.behind))
     few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
     return position if has_room or few or any(_is_below(mark, number, places) for mark in marks) else None
-
-
-def _is_largest(algebra: Algebra, places: object, position: _Position) -> bool:
-    """Whether there are as many places as the largest of counts, of which one counts at least what a position does."""
-    number, counts = algebra.largest.get(places, (algebra.zero, algebra.zero))
-    own = Counter((position.total, *position.behind))
-    numbers = [*position.total.free, *map(algebra.const, range(number.args[1]) if number.kind == "var" else ())]
-    return any(own <= Counter(_terms(algebra, algebra.substitute(counts, {number: n}))) for n in numbers)
-
-
-def _terms(algebra: Algebra, count: Expr) -> list[Expr]:
-    """What a sum of counts is of."""
-    if count.kind == "sum":
-        var, body = algebra.open(count)
-        return [algebra.sum(var, part) for part in _terms(algebra, body)]
-    ones = count.kind == "linear" and count.args[0] == 0 and all(times == 1 for times, _ in count.args[1])
-    return [part for _, part in count.args[1]] if ones else [count]
 
 
 def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:
