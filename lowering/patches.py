@@ -49,6 +49,7 @@ _WRITES = "a write to a list or a dictionary inside a branch that is traced on t
 _CALLS = "calls give numbers and lists of experts, on the host; what asks them anything else gives the attempt up"
 _IDENTITY = "questions which tensor one is, or how it was made, behind a branch on data give the attempt up"
 _NUMBERS = "an attempt notes that it asked for a number of an element, which is a difference to the next one"
+_SIZES = "an attempt notes that it asked for a size that only the data tell: if none does, Dynamo would end as it did"
 
 # Where a function has had several names, torch must have one of them; what it has is replaced.
 PATCHES = {
@@ -97,6 +98,7 @@ PATCHES = {
     "torch._dynamo.variables.tensor.TensorVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.get_python_hash|hash_impl": Patch(_IDENTITY, "self, ..."),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_scalar_outputs": Patch(_NUMBERS, "self"),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_dynamic_output_shape_ops": Patch(_SIZES, "self"),
 }
 
 Replacement = Callable[[Callable], Callable]

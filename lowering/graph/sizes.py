@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -35,8 +36,12 @@ def size_of(dim: Any) -> Size:
 
 
 def same_size(a: Size, b: Size) -> bool:
-    both = isinstance(a, int) and isinstance(b, int)
-    return a == b if both else sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+    return a == b if isinstance(a, int) and isinstance(b, int) else _expanded(a) == _expanded(b)
+
+
+@lru_cache(maxsize=1 << 16)
+def _expanded(size: Size) -> sympy.Expr:
+    return sympy.expand(size)
 
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:

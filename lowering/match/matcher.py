@@ -29,7 +29,7 @@ from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scale
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.residual import adds, bases
-from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
+from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
     describe_last,
@@ -78,7 +78,7 @@ class Matcher:
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
-        self._counted: dict[Value, Counter] = {}
+        self._counted: dict[Value, Grouped] = {}
         self._choices: dict[tuple[Expr, Expr], Chosen] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
@@ -142,8 +142,7 @@ class Matcher:
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
-        fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
-        return fewer and self._is_behind(part, whole)
+        return part.reason is whole.reason and self._is_behind(part, whole) and is_fewer(part.chosen, whole.chosen)
 
     def _is_beginning(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
@@ -156,14 +155,13 @@ class Matcher:
         if total is None:
             return
         of_data = free_unbacked_symbols(total.shape)
-        behind = self._behind[whole.root]
+        behind, chosen = self._behind[whole.root], grouped(whole.chosen)
         for node, number in self._combining.items():
             if not behind >> number & 1 or node in known or (value := self._result(node)) is None:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
-            experts = self._experts_of(value)
-            if experts and is_part(experts, whole.chosen):
+            if (experts := self._grouped(value)) and is_part(experts, chosen):
                 yield node
 
     @cached_property
@@ -175,15 +173,14 @@ class Matcher:
         """Whether a result depends on that of another."""
         return inner.root is not outer.root and self._behind[outer.root] >> self._combining[inner.root] & 1 == 1
 
-    def _experts_of(self, value: Value) -> Counter:
+    def _grouped(self, value: Value) -> Grouped:
         known = self._counted.get(value)
         if known is None:
-            known = self._counted[value] = self._experts(self._terms(value), self._indices(value)[1])
+            known = self._counted[value] = grouped(self._experts_of(value))
         return known
 
-    def _experts_behind(self, node: fx.Node) -> Counter:
-        value = self._result(node)
-        return Counter() if value is None else self._experts_of(value)
+    def _experts_of(self, value: Value | None) -> Counter:
+        return Counter() if value is None else self._experts(self._terms(value), self._indices(value)[1])
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         return self._chosen((t for t in terms if self._is_expert(t, feature) or is_scored_term(t, feature)), feature)
@@ -206,7 +203,7 @@ class Matcher:
         experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts and _is_foreign(root):
-            given = Counter(chosen for operand in root.all_input_nodes for chosen in self._experts_behind(operand).elements())
+            given = sum((self._experts_of(self._result(operand)) for operand in root.all_input_nodes), Counter())
             operator = overloads_of(root)[0].name()
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None

@@ -8,7 +8,7 @@ counting what their terms chose.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import sympy
 
@@ -43,7 +43,19 @@ def chosen_by(term: Expr, feature: Expr) -> Chosen:
     return Chosen(frozenset(v for factor in factors for v in _routed_by(factor)), how)
 
 
-def is_part(sum_: Counter, whole: Counter) -> bool:
+Grouped: TypeAlias = dict[frozenset[Value], dict[Chosen, int]]
+"""How often each expert is chosen, by the tensors of ids that choose it."""
+
+
+def grouped(experts: Counter) -> Grouped:
+    """The same counts, in groups."""
+    found: Grouped = {}
+    for chosen, count in experts.items():
+        found.setdefault(chosen.ids, {})[chosen] = count
+    return found
+
+
+def is_part(sum_: Grouped, whole: Grouped) -> bool:
     """Whether a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
 
     ``whole`` may be the sum of several layers that share their ids. What it has of a layer for other tokens is no sum of parts.
@@ -51,11 +63,18 @@ def is_part(sum_: Counter, whole: Counter) -> bool:
         out = out + experts[0](x) * share(0)        of out + experts[1](x) * share(1)
         x = x + layer(x)                            not of y + other(y), where y = x[1:]
     """
-    ids = {chosen.ids for chosen in sum_}
-    if not ids <= {chosen.ids for chosen in sum_.keys() & whole.keys()}:
+    if any(experts.keys().isdisjoint(whole.get(ids, ())) for ids, experts in sum_.items()):
         return False
-    own = {chosen: count for chosen, count in whole.items() if chosen.ids in ids}
-    return own.keys() != sum_.keys() or len({own[chosen] / count for chosen, count in sum_.items()}) > 1
+    pairs = [(experts, whole[ids]) for ids, experts in sum_.items()]
+    if any(experts.keys() != own.keys() for experts, own in pairs):
+        return True
+    shares = ({1.0} if experts == own else {own[chosen] / experts[chosen] for chosen in experts} for experts, own in pairs)
+    return len(set().union(*shares)) > 1
+
+
+def is_fewer(part: Counter, whole: Counter) -> bool:
+    """True if ``whole`` has all experts of ``part``, which are some, and more."""
+    return part.keys() <= whole.keys() and 0 < part.total() < whole.total() and (part.items() <= whole.items() or part <= whole)
 
 
 def is_sum_of(whole: Counter, layers: Sequence[Counter], *, scores: bool = True) -> bool:

@@ -67,8 +67,7 @@ class Frame:
 
     def ends_in_eager_mode(self, error: Exception) -> bool:
         """True if Dynamo skips all that runs this code from now on, what it was compiled to before as well."""
-        is_soft = isinstance(error, (exc.SkipFrame, exc.Unsupported, exc.UserError))
-        return (is_soft or dynamo_config.suppress_errors) and not self.fullgraph
+        return (is_of_program(error) or dynamo_config.suppress_errors) and not self.fullgraph
 
 
 def install_frame_hook(
@@ -186,6 +185,11 @@ def _asked_for(backend: Callable) -> Callable:
     backend = innermost_backend(backend)
     optimizer = getattr(backend, "__self__", None)
     return innermost_backend(optimizer.backend_compile_fn) if isinstance(optimizer, DDPOptimizer) else backend
+
+
+def is_of_program(error: Exception) -> bool:
+    """True if Dynamo found something in the program that it does not trace."""
+    return isinstance(error, (exc.SkipFrame, exc.Unsupported, exc.UserError))
 
 
 def says_no_ops(error: Exception) -> bool:

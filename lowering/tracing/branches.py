@@ -44,7 +44,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.torch_internals.callers import CallPath, path_of_tracer
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.done_for_real import refuse_what_is_done_for_real
+from moeblaze_ops.lowering.tracing.done_for_real import DoneForReal, refuse_what_is_done_for_real
 from moeblaze_ops.lowering.tracing.hit_loops import (
     Declined,
     HitIterator,
@@ -86,6 +86,8 @@ class Branches:
     ``differs``: whether anything was, or may have been, traced in another way than without branches and numbers. Then only
     does it help to trace the frame so. It stays when Dynamo starts again, which may leave out what made the difference.
 
+    ``takes_sizes``: whether sizes that only the data tell were asked for, which Dynamo alone has not.
+
     ``traces``: whether branches and numbers are traced at all; if not, what Dynamo would misread of sizes gives the attempt up.
     """
 
@@ -93,7 +95,7 @@ class Branches:
         self.traces = traces
         self.left: str | None = None
         self.causes: list[CallPath] = []  # where what is left was met, if the frames inside meet it as well
-        self.differs = False
+        self.differs = self.takes_sizes = False
         self.reset()
 
     def reset(self) -> None:
@@ -169,7 +171,11 @@ class Branches:
 
     def takes_number(self) -> None:
         """A number of an element is asked for, which is allowed in no other attempt."""
-        self.differs = True
+        self.differs |= self.traces
+
+    def takes_size(self) -> None:
+        """The size of what selects by data is asked for, which is allowed in attempts."""
+        self.takes_sizes = True
 
     # Steps.
 
@@ -185,7 +191,8 @@ class Branches:
             return self._step(tx, at, instruction, original)
         except Declined as declined:
             self.differs = True
-            self._leave(f"{_place(tx, instruction)}: {declined}", tx, with_frames_inside=not self.age)  # no branch is before it
+            shares = isinstance(declined, DoneForReal) or not self.age  # where no branch is before it
+            self._leave(f"{_place(tx, instruction)}: {declined}", tx, with_frames_inside=shares)
             raise
 
     def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
@@ -213,8 +220,7 @@ class Branches:
 
     def _inspect(self, tx: Any, instruction: Any) -> None:
         """Refuse an instruction that asks what only the data tell, and hand it what it may ask, on either side of a branch."""
-        if (asked := asked_by(tx, instruction)) is not None:
-            self.questions.refuse(*asked)
+        self.questions.ask(tx, instruction)
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:

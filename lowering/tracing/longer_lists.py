@@ -77,6 +77,8 @@ class LongerLists:
 
     def resolve(self, tx: Any, instruction: Any) -> None:
         """Where an instruction asks whether a list has parts at all, put a length in its place that says so."""
+        if not self._lines:
+            return
         name = instruction.opname
         asks = name in ("TO_BOOL", "UNARY_NOT") or (name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE")))
         if asks and tx.stack and (found := self._list_of(tx.stack[-1])) is not None:

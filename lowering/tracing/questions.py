@@ -37,6 +37,9 @@ _OF_HISTORY = frozenset((
 ))  # fmt: skip
 """What a tensor has by how it was made, and not by what it holds."""
 
+_ASKED_OF_ALL = _OF_HISTORY | {"__contains__"}
+"""Attributes that may not be asked of other tensors either than those that branches made, and of numbers."""
+
 _INSTRUCTIONS: dict[str, Any] = {
     "COMPARE_OP": operator.eq, "IS_OP": operator.is_, "CONTAINS_OP": operator.contains, "GET_ITER": iter,
     "LOAD_ATTR": getattr, "LOAD_METHOD": getattr, "STORE_ATTR": setattr,
@@ -64,6 +67,14 @@ class Questions:
     def add(self, variables: Iterable[VariableTracker]) -> None:
         """Take tensors for what the work of a branch made, where the program has other objects without it."""
         self._merged.update(variable.as_proxy().node for variable in variables if isinstance(variable, TensorVariable))
+
+    def ask(self, tx: Any, instruction: Any) -> None:
+        """Give the attempt up where an instruction asks what only the data tell."""
+        is_attribute = _INSTRUCTIONS.get(instruction.opname) in (getattr, setattr)
+        if is_attribute and not self._merged and instruction.argval not in _ASKED_OF_ALL:
+            return
+        if (asked := asked_by(tx, instruction)) is not None:
+            self.refuse(*asked)
 
     def refuse(self, function: Any, args: list[VariableTracker]) -> None:
         """Give the attempt up where a function of Python asks what only the data tell."""

@@ -67,12 +67,15 @@ _OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 def known_of_sizes(tx: Any) -> tuple[dict, dict, dict]:
     """What is known of sizes: their ranges, what they are by others, and how much is to be asserted of them."""
     env = tx.output.shape_env
-    asserts = {symbol: len(asserted) for symbol, asserted in env.deferred_runtime_asserts.items()}
+    asserted = env.deferred_runtime_asserts
+    asserts = dict(zip(asserted, map(len, asserted.values()), strict=True))
     return dict(env.var_to_range), dict(env.replacements), asserts
 
 
 def says_more(tx: Any, before: tuple[dict, dict, dict]) -> bool:
     """Whether more is known by now of a size, or a number, that only the data tell and that was there before."""
     known = list(zip(before, known_of_sizes(tx), strict=True))
+    if all(one.items() <= now.items() and before[0].keys().isdisjoint(now.keys() - one.keys()) for one, now in known):
+        return False
     changed = (s for s in before[0] if any(one.get(s) is not now.get(s) and one.get(s) != now.get(s) for one, now in known))
     return any(symbol_is_type(symbol, _OF_DATA) for symbol in changed)

@@ -52,11 +52,16 @@ def _instead(do: Callable[..., Any]) -> Replacement:
 def _before(notice: Callable[..., None]) -> Replacement:
     """Calls ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
 
-    def do(branches: Branches, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        notice(branches, *args, **kwargs)
-        return original(*args, **kwargs)
+    def replacement(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            if (branches := _current.get()) is not None:
+                notice(branches, self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-    return _instead(do)
+        return method
+
+    return replacement
 
 
 def install() -> None:
@@ -69,6 +74,7 @@ def install() -> None:
             "IteratorVariable.next_variable|tp_iternext_impl": _before(lambda branches, iterator, *_: branches.moved(iterator)),
             "SideEffects.mutation": _before(lambda branches, _, variable: branches.mutated(variable)),
             "ShapeEnv.allow_scalar_outputs": _before(lambda branches, *_: branches.takes_number()),
+            "ShapeEnv.allow_dynamic_output_shape_ops": _before(lambda branches, *_: branches.takes_size()),
             "TensorVariable.get_python_hash|hash_impl": _before(
                 lambda branches, tensor, *_: branches.questions.refuse(hash, [tensor])
             ),

@@ -79,6 +79,7 @@ class _Tried:
     compiled: Any | None
     records: list[GraphRecord | CaptureRecord]
     failure: Exception | None = None
+    is_as_written: bool = False  # Dynamo alone would end as it did
     differs: bool = False  # another attempt, without branches and numbers, may end in another way
     causes: list[CallPath] = field(default_factory=list)
     branch: str | None = None  # that was left, and why
@@ -86,15 +87,16 @@ class _Tried:
 
 def compiled_by_attempts(
     compile_frame: Callable[[CodeType], Any], frame: frames.Frame
-) -> tuple[Any | None, Exception | None]:
+) -> tuple[Any | None, Exception | None, Exception | None]:
     """What the first attempt that is justified compiled a frame to; or None, and what stopped Dynamo in the first that failed.
 
+    Then comes what Dynamo raises of the frame as it is written, where an attempt has shown that: it asked for nothing else.
     None where this torch is another one than those that attempts know.
     """
     if why_no_attempts() is None and (why := why_not_watched()) is not None:
         patches.leave_off("attempts", why)
     if why_no_attempts() is not None:
-        return None, None
+        return None, None, None
     path, resumes = callers.path_to(frame.code), callers.is_resumed(frame.code)
     tries: list[_Tried] = []
     for follows_branches in (True, False):
@@ -106,7 +108,7 @@ def compiled_by_attempts(
                 keep(CaptureRecord((), (cause.branch,), cause.branch))
             continue
         tries.append(_try(compile_frame, frame, Branches() if follows_branches else None))
-        if tries[-1].compiled is not None:
+        if tries[-1].compiled is not None or tries[-1].is_as_written:
             break
         given_up.note(attempt, tries[-1].causes, tries[-1].branch, differs=tries[-1].differs)
         if not tries[-1].differs:
@@ -114,7 +116,9 @@ def compiled_by_attempts(
     for record in (record for tried in tries for record in tried.records):
         keep(record)
     failures = (tried.failure for tried in tries if tried.failure is not None)
-    return tries[-1].compiled if tries else None, next(failures, None)
+    if not tries:
+        return None, None, None
+    return tries[-1].compiled, next(failures, None), tries[-1].failure if tries[-1].is_as_written else None
 
 
 def why_no_attempts() -> str | None:
@@ -255,9 +259,13 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
     finally:
         _attempt.reset(token)
     dropped = attempt.left = watched.left or attempt.left
+    differs = branches is not None and (branches.differs or attempt.assumes)
+    is_asked = differs or watched.takes_sizes or watched.left
+    is_as_written = not is_asked and attempt.failure is not None and frames.is_of_program(attempt.failure)
     if dropped is not None:
         compiled = None
-        forget()
+        if not is_as_written:
+            forget()
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
     records: list[GraphRecord | CaptureRecord] = [*attempt.records(dropped)]
     if branches and (branches.done or branches.left):
@@ -267,5 +275,4 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
     elif attempt.assumes and compiled is not None:
         done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
         records.append(CaptureRecord(done, ()))
-    differs = branches is not None and (branches.differs or attempt.assumes)
-    return _Tried(compiled, records, attempt.failure, differs, [*attempt.causes, *watched.causes], watched.left)
+    return _Tried(compiled, records, attempt.failure, is_as_written, differs, [*attempt.causes, *watched.causes], watched.left)

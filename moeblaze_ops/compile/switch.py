@@ -178,8 +178,10 @@ def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: frames.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     breaks = frames.breaks_since()
-    compiled, failure = compiled_by_attempts(compile_frame, frame) if not frame.export else (None, None)
+    compiled, failure, as_written = compiled_by_attempts(compile_frame, frame) if not frame.export else (None, None, None)
     try:
+        if as_written is not None:
+            raise as_written
         compiled = compile_frame(frame.code) if compiled is None else compiled
     except Exception as error:
         # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.

@@ -14,6 +14,7 @@ from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile import attempts as attempts_of_frames
 from moeblaze_ops.compile import given_up
+from moeblaze_ops.compile import switch as switch_of_frames
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.tracing import canary
 from moeblaze_ops.lowering.tracing.branches import Branches
@@ -153,6 +154,87 @@ def test_an_attempt_like_the_first_is_not_made(function, attempts):
 def test_an_attempt_that_is_another_is_made(function, attempts):
     run(function)
     assert [follows_branches for name, follows_branches in attempts if name == function.__name__] == [True, False]
+
+
+def a_loop_that_breaks(x):
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+def an_iterator_that_dynamo_does_not_know(x):
+    for row, _ in zip(iter(x), memoryview(b"ab"), strict=False):
+        x = x + row
+    return x
+
+
+def rows_of_data_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x + rows_of_data(x)
+        torch._dynamo.graph_break()
+    return x
+
+
+def rows_of_no_tokens(x):
+    """Their number is known where it may be asked for; else the graph breaks."""
+    x = x + x[:0][torch.where(x[:0, 0] > 0)[0]].sum()
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+def a_question_in_a_loop(x):
+    for _ in range(2):
+        x = x * (1 in x)
+        torch._dynamo.graph_break()
+    return x
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The functions that Dynamo is asked to compile, each as often as it is."""
+    made = []
+    compile_as = switch_of_frames._compile_frame
+
+    def noted(compile_frame, frame):
+        def compile_code(code):
+            made.append(code.co_name)
+            return compile_frame(code)
+
+        return compile_as(compile_code, frame)
+
+    monkeypatch.setattr(switch_of_frames, "_compile_frame", noted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [
+        (without_operators, 1),
+        (a_loop_that_breaks, 1),
+        (an_iterator_that_dynamo_does_not_know, 1),
+        (rows_of_data_that_a_loop_breaks_at, 2),
+        (rows_of_no_tokens, 2),
+        (a_number_that_a_loop_breaks_at, 2),
+        (a_question_in_a_loop, 2),
+    ],
+    ids=lambda f: getattr(f, "__name__", f),
+)
+def test_what_fails_as_it_is_written_is_traced_once(function, times, traced):
+    """Where an attempt asked for nothing that Dynamo alone has not, Dynamo ends as it did; what it counted stays counted."""
+    found = []
+    for rewrites in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        if rewrites:
+            run(function)
+        else:
+            torch.compile(function, backend="eager")(torch.randn(200, 4))
+        found.append((counters["graph_break"], counters["stats"]["unique_graphs"]))
+    assert found[0] == found[1]
+    assert traced.count(function.__name__) == times
 
 
 def an_idle_loop(x):
@@ -399,6 +481,25 @@ def skips_idle_experts(x):
             continue
         out = out.index_add(0, rows, x[rows])
     return out
+
+
+@torch._dynamo.assume_constant_result
+def two():
+    return 2
+
+
+def twice(x):
+    return skips_idle_experts(x) * two()
+
+
+def around_what_is_done_for_real(x):
+    return twice(x)
+
+
+def test_what_is_done_for_real_is_not_tried_again_inside(attempts):
+    """It gives up whatever was followed before; the loop beside it is tried."""
+    run(around_what_is_done_for_real)
+    assert followed(attempts)[:2] == ["around_what_is_done_for_real", "skips_idle_experts"]
 
 
 @pytest.mark.parametrize("unseen", ["moved", "step"])
