@@ -24,7 +24,7 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
@@ -391,6 +391,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         """
         x, dims, _ = value.args
         if len(dims) != 1 or not indices:
+            if is_count(count := self.element(x, self.variables(x))):
+                value.bound = most_counted(count) + 1
             return self.algebra.leaf(value, indices)
         (dim,) = dims
         var = self.algebra.fresh(indices, x.shape[dim])

@@ -232,7 +232,7 @@ class GroupRules:
             if e is not None and e.kind == "leaf" and e.args[0].op == "largest" and len(e.args[0].args[0].shape) == 1:
                 counts = e.args[0].args[0]
                 number = self.algebra.fresh((), counts.shape[0])
-                self.algebra.largest[size] = number, self.element(counts, (number,))
+                self.algebra.largest[size] = e, number, self.element(counts, (number,))
 
     def _only_group(self, group: Expr) -> Expr:
         """The expert of the first row, where there is one row in all."""
