@@ -32,6 +32,10 @@ _REMEDIES = {
     "INTERNAL": "this is a defect of ours: please report it with this output (config.strict = True raises it)",
 }
 """What its author can change where a layer is left alone, by the name of the reason."""
+_OF_PLACES = (
+    "give every token of an expert a place of its own, the one_hot of a running count, cumsum(one_hot(ids)) - 1, "
+    "with no graph break in between"
+)
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,8 @@ def _with_code(place: str) -> str:
 def left_alone(where: str, spelling: str, source: str, reason: str, meaning: str, detail: str, mode: str = "") -> Candidate:
     """A layer that was left alone, in words of who wrote it."""
     why = f"{reason}, {meaning}{f' ({detail})' if detail else ''}"
-    return Candidate(where, spelling, reason=why, remedy=_REMEDIES.get(reason), code=code_at(source), mode=mode)
+    remedy = _OF_PLACES if "places [E, C]" in detail else _REMEDIES.get(reason)
+    return Candidate(where, spelling, reason=why, remedy=remedy, code=code_at(source), mode=mode)
 
 
 def code_at(source: str) -> str | None:

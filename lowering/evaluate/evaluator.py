@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
@@ -357,6 +357,12 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         for var in reversed([var for var in bound if var.kind == "var"]):
             body = self.algebra.any(var, body)
         return body
+
+    def _element_largest_of_all(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        if is_count(count := self.element(x, self.variables(x))):
+            value.bound = most_counted(count) + 1
+        return self.algebra.leaf(value, indices)
 
     def _element_largest(self, value: Value, indices: Indices, depth: int) -> Expr:
         """A number and the sum of what comparisons bracket, of which one holds at most, if that is not negative.

@@ -221,7 +221,7 @@ class GroupRules:
             if e is not None and e.kind == "leaf" and e.args[0].op == "largest_of_all" and len(e.args[0].args[0].shape) == 1:
                 (counts,) = e.args[0].args
                 number = self.algebra.fresh((), counts.shape[0])
-                self.algebra.largest[size] = number, self.element(counts, (number,))
+                self.algebra.largest[size] = e, number, self.element(counts, (number,))
 
     def _only_group(self, group: Expr) -> Expr:
         """The expert of the first row, where there is one row in all."""
@@ -280,9 +280,19 @@ def written_out(algebra: Algebra, e: Expr) -> list[Expr]:
     return [] if e is algebra.zero else [e]
 
 
-def is_largest(algebra: Algebra, size: Size, parts: Sequence[Expr]) -> bool:
-    """True if a size is the largest of some counts, of which one counts ``parts``, and others that are no less than zero."""
-    number, counts = algebra.largest.get(size, (algebra.zero, algebra.zero))
+def largest_of(algebra: Algebra, size: Size, parts: Sequence[Expr]) -> Expr | None:
+    """The number that a size is, if it is the largest of counts, of which one counts ``parts`` and what is not below zero."""
+    most, number, counts = algebra.largest.get(size, (None, algebra.zero, algebra.zero))
     numbers = [*parts[0].free, *map(algebra.const, range(number.args[1]) if number.kind == "var" else ())]
-    terms = (written_out(algebra, algebra.substitute(counts, {number: n})) for n in numbers)
-    return any(Counter(parts) <= Counter(own) and all(map(is_count, own)) for own in terms)
+    counted = [written_out(algebra, algebra.substitute(counts, {number: n})) for n in numbers]
+    wholes = [Counter((first, *parts[1:])) for first in (parts[0], _over_slots_first(algebra, parts[0]))]
+    return most if any(whole <= Counter(own) and all(map(is_count, own)) for whole in wholes for own in counted) else None
+
+
+def _over_slots_first(algebra: Algebra, count: Expr) -> Expr:
+    """A count over two axes, summed in the other order."""
+    outer, body = algebra.open(count) if count.kind == "sum" else (None, count)
+    if outer is None or body.kind != "sum":
+        return count
+    inner, body = algebra.open(body)
+    return algebra.sum(inner, algebra.sum(outer, body))

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
 
 
@@ -21,15 +22,15 @@ LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 
 def holds_count(dtype: torch.dtype, count: Expr) -> bool:
     if dtype == torch.bool:
         return is_indicator(count)
-    return dtype not in LARGEST_EXACT or _largest(count) <= LARGEST_EXACT[dtype]
+    most = most_counted(count)
+    return dtype not in LARGEST_EXACT or (isinstance(most, int) and most <= LARGEST_EXACT[dtype])
 
 
-def _largest(count: Expr) -> float:
+def most_counted(count: Expr) -> Size:
     """An upper bound of a count."""
-    if count.kind in ("sum", "prefix"):
-        size = count.args[0].args[1]
-        return size * _largest(count.args[1]) if isinstance(size, int) else math.inf
-    return math.prod(map(_largest, count.args)) if count.kind == "mul" else 1
+    if count.kind in ("sum", "prefix") and not is_indicator(count):
+        return count.args[0].args[1] * most_counted(count.args[1])
+    return math.prod(map(most_counted, count.args)) if count.kind == "mul" else 1
 
 
 _MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))

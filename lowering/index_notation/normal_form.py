@@ -38,7 +38,7 @@ class Algebra:
         self._pool: dict[tuple, Expr] = {}
         self._opened: dict[Expr, tuple[Expr, Expr]] = {}
         self._resolve_group = resolve_group
-        self.largest: dict[Size, tuple[Expr, Expr]] = {}  # sizes that are the largest of counts: of any number, and the count
+        self.largest: dict[Size, tuple[Expr, Expr, Expr]] = {}  # sizes that are the largest of counts; any number, and its count
         self.zero = self.const(0)
         self.one = self.const(1)
 

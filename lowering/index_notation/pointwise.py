@@ -44,6 +44,9 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, algebra.call("sigmoid", (a,)))
         case "clamp" if integers and _stays(algebra, a, *params):
             return a
+        case "minimum" if integers and "const" in (a.kind, b.kind):
+            number, e = (a, b) if a.kind == "const" else (b, a)
+            return e if _stays(algebra, e, None, number.args[0]) else algebra.call(name, (a, b))
         case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
             return algebra.const(int(known))
         case "lt" | "le" | "gt" | "ge" if is_integer(a) and is_integer(b):

@@ -69,7 +69,7 @@ class _Known:
                 self.lengths[_made_as(fake.shape[0])] = self._numbers_counted(node)
         self.evaluator.learn_largest(view.numbers)
         largest = self.evaluator.algebra.largest.items()
-        self.lengths |= {size: (0, None) for size, (_, counts) in largest if never_negative(counts)}
+        self.lengths |= {size: (0, None) for size, (*_, counts) in largest if never_negative(counts)}
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:

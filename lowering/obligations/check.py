@@ -40,14 +40,17 @@ def has_numbers(gm: fx.GraphModule) -> bool:
 _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "shared_with_host"))
 
 
-def may_lack_tokens(gm: fx.GraphModule) -> bool:
+def may_lack_tokens(gm: fx.GraphModule, *, skips: bool) -> bool:
     """True if a layer that was rewritten and is trained has no tokens, or a number of them that may be 0.
+
+    Where the program ``skips`` work on data, so it is if no slot of its tokens may be used.
 
     Not so where weights are gathered from other ranks: they do the same whoever has how many tokens, and gradients are zeros.
     """
     if any(_is_sharded(node) for node in all_nodes(gm)):
         return False
     trained = [node for node in all_nodes(gm) if getattr(node.target, "namespace", "") == NAMESPACE and needs_gradient(node)]
+    trained = [node for node in trained if skips or "down" not in str(node.target)]
     given = (fake_of(node.args[0]) for node in trained if node.args and isinstance(node.args[0], fx.Node))
     return any(_may_be_zero(fake.shape[0]) for fake in given if isinstance(fake, torch.Tensor) and fake.dim() > 1)
 

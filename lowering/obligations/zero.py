@@ -62,7 +62,8 @@ def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_fl
     if not isinstance(condition, sympy.core.relational.Relational):
         condition = sympy.Ne(condition, 0)
     difference = sympy.expand(condition.lhs - condition.rhs)
-    if difference.free_symbols != {size} or sympy.degree(difference, size) != 1:
+    is_linear = difference.is_polynomial(size) and sympy.degree(difference, size) == 1  # not min(8, u)
+    if difference.free_symbols != {size} or not is_linear:
         return False
     return [condition.subs(size, number) == sympy.true for number in tested] == [truth, *[not truth] * (len(tested) - 1)]
 

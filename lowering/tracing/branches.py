@@ -54,6 +54,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     known_number,
     total_of,
 )
+from moeblaze_ops.lowering.tracing.host_numbers import compared
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
 from moeblaze_ops.lowering.tracing.questions import Questions, asked_by, holds_numbers_of_data
 from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, known_of_sizes, realized, says_more, world
@@ -235,6 +236,13 @@ class Branches:
             if (found := longer or self.instead(handled, tx, function, args)) is not None:
                 tx.popn(len(args))
                 tx.push(found.call_method(tx, "logical_not", [], {}) if function is not iter and instruction.argval else found)
+                tx.instruction_pointer = at + 1
+                return True
+        if instruction.opname == "COMPARE_OP":
+            sides = map(realized, tx.stack[-2:])
+            if (found := self.instead(compared, tx, instruction.argval, *sides)) is not None:
+                tx.popn(2)
+                tx.push(found)
                 tx.instruction_pointer = at + 1
                 return True
         if instruction.opname == "STORE_SUBSCR" and isinstance(realized(tx.stack[-2]), TensorVariable):

@@ -136,18 +136,40 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
 def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker | None:
     """A one-hot of as many classes as a tensor holds, which asserts what ``F.one_hot`` checks.
 
-        F.one_hot(place, counts.max())
+        F.one_hot(place, counts.max()), F.one_hot(place, counts.max().item())
     """
     ids, given = arguments.get("tensor"), arguments.get("num_classes")
-    if type(given) is not TensorVariable or type(ids) is not TensorVariable or fake_value(given).dim():
+    if given is None or type(ids) is not TensorVariable or not _is_number_of_data(number := _number(tx, given)):
         return None
-    number, (of_ids, most) = _number(tx, given), (x.as_proxy() for x in (ids, given))
-    if not isinstance(number, SymNodeVariable):
-        return None
+    of_ids, most = ids.as_proxy(), _holder(tx, ids, given)
     in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})
     in_range = in_range & tx.output.create_proxy("call_function", torch.lt, (of_ids, most), {})
     tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
     return _traced(tx, one_hot_below, [ids, number])
+
+
+_COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}
+
+
+def compared(tx: Any, sign: str, x: VariableTracker, number: VariableTracker) -> VariableTracker | None:
+    """The comparison of a tensor with a number that the data tell, as one with the tensor that holds the number."""
+    if sign not in _COMPARISONS or type(x) is not TensorVariable or not _is_number_of_data(number):
+        return None
+    sides = x.as_proxy(), _holder(tx, x, number)
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _COMPARISONS[sign], sides, {}))
+
+
+def _holder(tx: Any, x: VariableTracker, number: VariableTracker) -> Any:
+    """The tensor that a number was read from, where that may stand beside ``x`` as well: the number may go then; else the number.
+
+        place < counts.max().item()         place < counts.max()
+    """
+    read = number.as_proxy().node
+    if target_name(read) != "item" or read.graph is not tx.output.graph or is_written({read.args[0]}):
+        return number.as_proxy()
+    held = fake_of(read.args[0])
+    beside = held.device == fake_value(x).device and not (held.dim() or held.dtype.is_floating_point)
+    return torch.fx.Proxy(read.args[0], tx.output.current_tracer) if beside else number.as_proxy()
 
 
 def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> VariableTracker | None:
@@ -260,8 +282,7 @@ def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | No
     if not isinstance(first, SliceVariable):
         return None
     start, stop, step = (_number(tx, bound) for bound in first.items)
-    numbers = [bound for bound in (start, stop) if isinstance(bound, SymNodeVariable)]
-    of_data = any(free_unbacked_symbols(fake_value(number)) for number in numbers)
+    of_data = any(map(_is_number_of_data, (start, stop)))
     start = ConstantVariable.create(0) if _is_none(start) else start
     return [start, stop] if of_data and _is_none(step) and not _is_none(stop) else None
 
@@ -282,6 +303,10 @@ def _number(tx: Any, bound: VariableTracker) -> VariableTracker:
 def fake_value(variable: VariableTracker) -> Any:
     """What Dynamo computes with in the place of a tensor or a number that it traces."""
     return variable.as_proxy().node.meta["example_value"]
+
+
+def _is_number_of_data(variable: VariableTracker) -> bool:
+    return isinstance(variable, SymNodeVariable) and bool(free_unbacked_symbols(fake_value(variable)))
 
 
 def _size_of(bound: VariableTracker) -> Any:

@@ -110,7 +110,7 @@ def _ask_for_number(top_k: Size, found: Iterable[Expr]) -> NoReturn:
     made = ((value.node.graph, fake) for value in leaves for fake in tree_leaves(fake_of(value.node)))
     sizes = ((graph, size) for graph, fake in made for size in getattr(fake, "shape", ()))
     graph, size = next(((graph, size) for graph, size in sizes if size_of(size) == top_k), (None, None))
-    symbolic = "a symbolic number of experts per token"
+    symbolic = "slots, or places [E, C], of a number that only a call tells"
     prove(graph is not None and may_be_specialized((size,), graph), Reason.SLOT_WEIGHTS, symbolic)
     raise SymbolicSizes((size,))
 

@@ -12,11 +12,11 @@ place (e, c), its row is ``x[t]``, and the sum over the places is the weight, or
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from moeblaze_ops.lowering.evaluate.groups import is_largest
+from moeblaze_ops.lowering.evaluate.groups import largest_of
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
@@ -29,23 +29,24 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
 def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> ExpertTerm:
     """An expert of tokens instead of places, if its rows are proven to be theirs; else the same."""
-    if expert.x.kind != "sum" or expert.scale or token.kind != "var":
+    *numbers, rows = sorted(factors_of(expert.x), key=lambda f: f.kind != "const")
+    if rows.kind != "sum" or any(f.kind != "const" for f in numbers) or expert.scale or token.kind != "var":
         return expert
-    row, body = algebra.open(expert.x)
+    row, body = algebra.open(rows)
     if not same_size(row.args[1], token.args[1]):
         return expert
-    x = algebra.mul(*(f for f in factors_of(body) if expert.feature_in in f.free))
+    x = algebra.mul(*numbers, *(f for f in factors_of(body) if expert.feature_in in f.free))
     dispatch = algebra.substitute(algebra.mul(*(f for f in factors_of(body) if expert.feature_in not in f.free)), {row: token})
     combine = algebra.mul(*expert.routing)
     for place in expert.binders:
         if place not in dispatch.free or place in x.free:
             continue
         for placed in _placed(algebra, combine, place):
-            if _takes_only(algebra, dispatch, combine, placed, place, token):
+            if (count := _takes_only(algebra, dispatch, combine, placed, place, token)) is not None:
                 return replace(
                     expert,
                     x=algebra.substitute(x, {row: token}),
-                    routing=factors_of(placed.without_place(algebra)),
+                    routing=tuple(f for f in factors_of(placed.without_place(algebra)) if f not in count.always),
                     binders=tuple(binder for binder in expert.binders if binder is not place),
                 )
     return expert
@@ -119,22 +120,24 @@ def _of_experts(slot: Expr | None, hit: Expr, around: tuple[Expr, ...], factors:
                 yield _Placed(around, slot, hit, factors, (ids, number))
 
 
-def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed, place: Expr, token: Expr) -> bool:
-    """Whether ``dispatch`` is 1 wherever ``combine`` is not zero, and zero for any other token at the same place."""
+def _takes_only(
+    algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed, place: Expr, token: Expr
+) -> "_Position | None":
+    """The position of a slot, if ``dispatch`` is 1 wherever ``combine`` is not zero, and zero for others at the same place."""
     count = _position(algebra, placed, place, token)
     if count is None:
-        return False
+        return None
     if (number := _not_zero(dispatch)) is not None:
         # Where the weight itself is zero the row is none, and no gradient tells.
         parts = number.args if number.kind == "add" else (number,)
         own = [part for part in parts if _without_numbers(part) <= Counter(factors_of(combine))]
         if len(own) != 1 or not fades(number):
-            return False
+            return None
         for part in parts:
             found = [_position(algebra, other, place, token) for other in _placed(algebra, part, place)]
             if not (count in found if part is own[0] else any(map(count.is_apart, found))):
-                return False
-        return True
+                return None
+        return count
     for other in _placed(algebra, dispatch, place):
         own = list(other.all_factors)
         if placed.slot is not None and other.slot is not None:
@@ -143,8 +146,8 @@ def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed
         marks = [f for f in own if not _is_chosen_weight(f, placed)]
         implied = all(map(is_indicator, marks)) and set(marks) <= set(placed.all_factors)
         if implied and _position(algebra, other, place, token) == count:
-            return True
-    return False
+            return count
+    return None
 
 
 def _is_chosen_weight(mark: Expr, placed: _Placed) -> bool:
@@ -174,6 +177,7 @@ class _Position:
     total: Expr  # what the running count ends at
     slot: Expr | None = None  # the count is that of the one slot that a comparison is true of, or zero
     hit: Expr | None = None
+    always: frozenset[Expr] = field(default=frozenset(), compare=False)  # marks that are 1 for every slot
 
     def is_apart(self, other: "_Position | None") -> bool:
         """Whether the slots that another one counts have other places."""
@@ -196,7 +200,9 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
     row, counted = algebra.open(position.count)
-    has_room |= is_largest(algebra, places, (position.total, *position.behind))
+    if (most := largest_of(algebra, places, (position.total, *position.behind))) is not None:
+        below = algebra.call("lt", (number, most))
+        return replace(position, always=frozenset(f for f in placed.all_factors if algebra.substitute(f, known) is below))
     few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
     return position if has_room or few or any(_is_below(mark, number, places) for mark in marks) else None
 

@@ -16,7 +16,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 _OF_SEVERAL_IDS = "one expert's weights are taken by different ids: up, down and their biases have to be those of one id"
-_INPUT_SUMMED = "the result sums over an axis along which an expert's input changes, and no expert id chooses from it"
+_INPUT_SUMMED = "the result sums over places [E, C] or others that experts read rows from, and no expert id chooses from them"
 _FROM_THE_END = "gathered by numbers that may be negative: they count from the end"
 
 

@@ -241,10 +241,14 @@ def _stored_over(layer: Layer, rng: random.Random) -> list[str]:
 def _placed(layer: Layer, rng: random.Random) -> list[str]:
     """Places ``[E, C]`` that running counts give, and one-hot products: some tokens may have none."""
     expert_method(layer, rng)
-    C = rng.choice((2, 3, 5))
+    layer.expert = [line for line in layer.expert if "dropout" not in line]  # masks of places are not those of tokens
+    most = rng.choice(("chosen.sum(0).max()", "chosen.sum(0).max().item()", "min(chosen.sum(0).max(), torch.tensor(T * K))"))
+    C = rng.choice((2, 3, 5, "C"))
     kept = rng.choice((f"(place >= 0) & (place < {C})", f"(place >= 0) & (place < torch.ceil(torch.tensor({C} - 0.5)).long())"))
+    if C == "C":
+        kept = rng.choice(("(place >= 0) & (place < C)", "place >= 0"))
     return [
-        *_scores(layer, rng), "flat = ids.t().reshape(-1)", "chosen = F.one_hot(flat, E)",
+        *_scores(layer, rng), "flat = ids.t().reshape(-1)", "chosen = F.one_hot(flat, E)", *([f"C = {most}"] if C == "C" else ()),
         f"place = (chosen.cumsum(0) * chosen - 1).view(K, T, E){rng.choice(('.amax(0)', '.max(dim=0).values', '.max(0)[0]'))}",
         f"kept = {kept}",
         f"places = F.one_hot({rng.choice(('place.masked_fill(~kept, 0)', 'place * kept', 'torch.where(kept, place, 0)'))}, {C})",

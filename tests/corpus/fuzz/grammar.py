@@ -32,6 +32,8 @@ def draw(rng: random.Random) -> Layer:
         rng.choice((8, 24)), gated, rng.choice(sorted(GATED if gated else UNGATED)), bias,
         (rng.random() < 0.5, rng.random() < 0.5),
     )  # fmt: skip
+    if family == "placed":
+        layer.K = max(layer.K, 2)  # places of one slot are not all recognised
     if storage in ("list", "flat"):
         layer.linear = (True, storage == "list")
     widened = storage != "flat" and rng.random() < 0.15

@@ -50,10 +50,21 @@ def split(layer: Layer, rng: random.Random) -> list[str]:
          "        continue", "    parts.append(self.expert(e, rows[start:end]))", "    start = end"],
     ))  # fmt: skip
     lines[-1] += ".tolist()" if "split" in "".join(loop) or rng.random() < 0.5 else ""
-    lines += [*loop, "y = torch.cat(parts, dim=0)", "s = weights.reshape(-1)[order].unsqueeze(-1)"]
-    return lines + rng.choice((
+    back = rng.choice((
         ["out = torch.zeros_like(x).index_add(0, token, y * s)"],
         ["out = torch.zeros_like(x)", "out.index_add_(0, token, y * s)"],
         ["out = (y * s)[order.argsort()].view(T, K, D).sum(1)"],
         ["inverse = torch.empty_like(y)", "inverse[order] = y * s", "out = inverse.view(T, K, D).sum(1)"],
     ))  # fmt: skip
+    share = "s = weights.reshape(-1)[order].unsqueeze(-1)"
+    if rng.random() < 0.3:  # sorted by a mask of tokens and experts
+        mask = "torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, True)"
+        sort = ["order = mask.t().reshape(-1).argsort(descending=True, stable=True)[: T * K]", "token = order % T"]
+        share = "s = gates.t().reshape(-1)[order].unsqueeze(-1)"
+        if "split" in "".join(loop) and rng.random() < 0.6:
+            mask, share = "gates > 0", "s = torch.gather(gates[token], 1, experts[:, 1:])"
+            sort = ["chosen = torch.nonzero(gates)", "experts, order = chosen.sort(0)", "token = chosen[order[:, 1], 0]"]
+        gates = "gates = torch.zeros(T, E, dtype=weights.dtype).scatter(1, ids, weights)"
+        lines = [gates, f"mask = {mask}", *sort, "rows = x[token]", lines[-1].replace(counts, "mask.sum(0)")]
+        back = ["out = torch.zeros_like(x).index_add(0, token, y * s)"]
+    return [*lines, *loop, "y = torch.cat(parts, dim=0)", share, *back]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import moeblaze_ops
 from tests.corpus.zoo.changed import changed
 from tests.rewrite.shaped import test_tensor_capacity as of_numbers
 from tests.rewrite.shaped.test_tensor_capacity import D, E, T
@@ -42,13 +43,31 @@ def of_two_masks(gates):
     return combine
 
 
+def of_priorities(gates):
+    """HunyuanImage-3.0's gating: places behind all first choices, and a capacity that is a number of Python's."""
+    top_k, ids = gates.topk(2, dim=1)
+    capacity = torch.max(torch.bincount(ids.flatten(), minlength=E)).item()
+    mask = F.one_hot(ids.transpose(0, 1).reshape(-1), E).to(torch.int32)
+    place = (torch.cumsum(mask, dim=0) * mask - 1).reshape(2, -1, E).transpose(0, 1).max(dim=1)[0]
+    valid = torch.logical_and(place >= 0, place < capacity)
+    dispatch = F.one_hot(place.masked_fill(~valid, 0), capacity).bool()
+    dispatch = dispatch.masked_fill(~valid.unsqueeze(-1).expand(-1, -1, capacity), 0)
+    return torch.einsum("te,tec->tec", gates, dispatch)
+
+
 _ONE_HOT = "F.one_hot(place, num_classes=capacity).to(gates.dtype)"
 _COMPARED = (_ONE_HOT, "(place.unsqueeze(-1) == torch.arange(capacity.item())).to(gates.dtype)")
 compared = changed(of_a_mask, _COMPARED, name="compared")
+_AT_MOST = ("torch.max(counts) / 1", "min(torch.max(counts), torch.tensor(len(gates))) / 1")
+at_most_all = changed(of_a_mask, _AT_MOST, name="at_most_all")
+_FEWER = ("place < capacity", "place < torch.bincount(ids.flatten(), minlength=E).min()")
+that_drops = changed(of_priorities, _FEWER, name="that_drops")
 _ROUNDED = "torch.ceil(torch.max(counts) / 1).mul(1).to(counts.dtype)"
 _CAPACITIES = {
     "one_less": "torch.max(counts) - 1",
     "smallest": "counts.min()",
+    "at_most_fewer": "min(counts.max(), torch.tensor(4))",
+    "at_least": "max(counts.max(), torch.tensor(7)) - 1",
     "of_some_experts": "counts[:-1].max()",
     "of_some_tokens": "mask[: len(mask) // 2].sum(0).max()",
     "of_tokens": "mask.sum(1).max()",
@@ -62,19 +81,40 @@ NEAR_MISSES += [
     changed(of_a_mask, _COMPARED, ("dim=0) - 1) * mask", "dim=0)) * mask"), name="one_place_further"),
     changed(of_a_mask, _COMPARED, ("torch.cumsum(mask, dim=0)", "torch.cumsum(mask, dim=1)"), name="places_among_experts"),
     changed(of_two_masks, ("0) - 1 + before", "0) - 1"), name="places_taken_twice"),
+    changed(of_priorities, ("minlength=E)", "minlength=E)[1:]"), name="priorities_of_some_experts"),
+    changed(of_priorities, ("ids.flatten()", "ids[:, 0]"), name="priorities_of_first_choices"),
     changed(of_two_masks, ("(first + second)", "(first + second + 0 * first.flip(1))"), ("- 1 + before", "- 1 + before.flip(1)"),
             ("sum(dim=0).max()", "sum(dim=0).sum()"), name="behind_another_expert"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("places", [of_a_mask, compared, of_two_masks], ids=lambda f: f.__name__)
+SPELLINGS = (of_a_mask, at_most_all, compared, of_two_masks, of_priorities, that_drops)
+
+
+@pytest.mark.parametrize("places", SPELLINGS, ids=lambda f: f.__name__)
 def test_places_of_the_largest_count(places):
     of_numbers._check(Layer(places), 1)
+
+
+def test_places_of_scaled_tokens():
+    class Scaled(Layer):
+        def forward(self, x):
+            return super().forward(x * 1.25)
+
+    of_numbers._check(Scaled(of_a_mask), 1)
 
 
 @pytest.mark.parametrize("places", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_other_numbers_of_places(places):
     of_numbers._check(Layer(places), 0)
+
+
+def test_reasons_name_places():
+    """As many of a mask as its largest count are all of it, but that is not proven: ``explain`` says what to write of places."""
+    chosen = "torch.zeros_like(mask).scatter_(0, mask.int().topk(capacity, dim=0).indices, True)"
+    of_some = changed(of_a_mask, ("    place = ", f"    mask = mask & {chosen}\n    place = "), name="of_some")
+    (candidate,) = moeblaze_ops.explain(Layer(of_some), torch.randn(T, D)).candidates
+    assert "places [E, C]" in candidate.reason and "running count" in candidate.remedy
 
 
 def test_places_out_of_range_still_raise():
