@@ -178,3 +178,8 @@ def place_of(error: Exception) -> str:
     stack = getattr(error, "real_stack", None) or ()
     own = [frame for frame in stack if not _is_of_torch(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def was_in(error: Exception, file: str) -> bool:
+    """True if Dynamo was in a function of the file, whose path ends so, or in what that calls."""
+    return any(frame.filename.endswith(file) for frame in getattr(error, "real_stack", None) or ())

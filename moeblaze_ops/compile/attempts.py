@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch import fx
 
 from moeblaze_ops import config
-from moeblaze_ops.compile import given_up
+from moeblaze_ops.compile import given_up, peft
 from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, Place, keep
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.torch_internals import callers, frames
@@ -258,9 +258,10 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
-    dropped = attempt.left = watched.left or attempt.left
+    left = peft.branch_in_its_words(watched.left)
+    dropped = attempt.left = left or attempt.left
     differs = branches is not None and (branches.differs or attempt.assumes)
-    is_asked = differs or watched.takes_sizes or watched.left
+    is_asked = differs or watched.takes_sizes or left
     is_as_written = not is_asked and attempt.failure is not None and frames.is_of_program(attempt.failure)
     if dropped is not None:
         compiled = None
@@ -268,11 +269,11 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
             forget()
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
     records: list[GraphRecord | CaptureRecord] = [*attempt.records(dropped)]
-    if branches and (branches.done or branches.left):
+    if branches and (branches.done or left):
         what = "compiled without the branch; proven to make no difference"
         done = tuple(f"{line}: {what}" for line in branches.done)
-        records.append(CaptureRecord(done if compiled is not None else (), (branches.left,) if branches.left else (), dropped))
+        records.append(CaptureRecord(done if compiled is not None else (), (left,) if left else (), dropped))
     elif attempt.assumes and compiled is not None:
         done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
         records.append(CaptureRecord(done, ()))
-    return _Tried(compiled, records, attempt.failure, is_as_written, differs, [*attempt.causes, *watched.causes], watched.left)
+    return _Tried(compiled, records, attempt.failure, is_as_written, differs, [*attempt.causes, *watched.causes], left)

@@ -16,6 +16,13 @@ import torch
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module  # what torch.func.functional_call is made of; Dynamo knows it
 
+from moeblaze_ops.lowering.torch_internals import callers
+
+_DORA_FILE = "peft/tuners/lora/dora.py"
+_DORA = (
+    "PEFT's DoRA divides products by the norms of W + s * B @ A, which no operator does (train with use_dora=False, "
+    "call merge_and_unload() for inference)"
+)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _everywhere = False
@@ -77,3 +84,13 @@ def _sum_in_place(self: Any, adapters: list[str]) -> Iterator[None]:
         w = w + functools.reduce(torch.add, [self.get_delta_weight(name) for name in adapters])
     with _reparametrize_module(self.get_base_layer(), {self.parameter_name: w}):
         yield
+
+
+def branch_in_its_words(why: str | None) -> str | None:
+    """``line: why`` a branch was left; what PEFT's DoRA does inside is no matter of the line that stopped its tracing."""
+    return f"{why.partition(': ')[0]}: {_DORA}" if why and _DORA_FILE in why else why
+
+
+def error_in_its_words(error: Exception) -> tuple[str, str]:
+    """What stopped Dynamo in a frame, and the line (``file:number``) if it is known; of PEFT's DoRA what that does."""
+    return (_DORA, "") if callers.was_in(error, _DORA_FILE) else (str(error), callers.place_of(error))

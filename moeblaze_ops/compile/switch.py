@@ -27,7 +27,7 @@ from moeblaze_ops.compile.runs import noting_places
 from moeblaze_ops.distributed import whole_weights
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering.graph import operators
-from moeblaze_ops.lowering.torch_internals import callers, frames, graphs, inductor
+from moeblaze_ops.lowering.torch_internals import frames, graphs, inductor
 from moeblaze_ops.ops import accumulation
 from moeblaze_ops.plain_words import checkpoints_eagerly
 
@@ -188,7 +188,8 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: frames.Frame
         cause = failure or error
         without_ops, in_loop = frames.says_no_ops(error), "loop" in str(error).lower()
         eager = frame.lines if frame.ends_in_eager_mode(error) else None
-        keep(FrameRecord(frame.where, str(cause), without_ops, callers.place_of(cause), in_loop, eager))
+        reason, line = peft.error_in_its_words(cause)
+        keep(FrameRecord(frame.where, reason, without_ops, line, in_loop, eager))
         raise
     for reason in filter(checkpoints_eagerly, breaks()):
         keep(FrameRecord(frame.where, reason))

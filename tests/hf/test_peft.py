@@ -157,3 +157,40 @@ def test_prepared_for_training_on_few_bits(name, tokens):
     backend = compile_blocks(model)
     assert_close(step(model, tokens), expected)
     assert became(backend) == 2 * BECAME
+
+
+class Looped(torch.nn.Module):
+    def __init__(self, skips):
+        super().__init__()
+        self.gate, self.skips = torch.nn.Linear(8, 4, bias=False), skips
+        self.up = torch.nn.ModuleList(torch.nn.Linear(8, 12, bias=False) for _ in range(4))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(12, 8, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, k = torch.where(ids == e)
+            if self.skips and len(token) == 0:
+                continue
+            out.index_add_(0, token, down(up(x[token]).relu()) * weights[token, k, None])
+        return out
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_dora_is_named_by_what_it_does(skips):
+    """Not by the line of PEFT's at which tracing ends; what is named as the way out is one."""
+    x = torch.randn(24, 8)
+
+    def explained(use_dora, merged=False):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=RANK, use_dora=use_dora, target_modules=r".*(up|down)\.\d+")
+        model = peft.get_peft_model(Looped(skips), config)
+        return moeblaze_ops.explain(model.merge_and_unload() if merged else model, x)
+
+    left = explained(use_dora=True)
+    said = "\n".join(left.notes)
+    assert left.candidates == () and "DoRA divides products by the norms of W + s * B @ A" in said
+    assert "_dora_cache" not in said and "Unsupported method call at" not in said
+    ways_out = explained(use_dora=False), explained(use_dora=True, merged=True)
+    assert [[layer.reason for layer in way.candidates] for way in ways_out] == [[None], [None]]
