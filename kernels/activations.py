@@ -8,7 +8,7 @@ stand to the right of tensors where they can, which the interpreter needs.
 import triton
 import triton.language as tl
 
-from moeblaze_ops.kernels.draws import draw
+from moeblaze_ops.kernels.formulas.draws import draw
 from moeblaze_ops.kernels.formulas.program import IDENTITY_PROGRAM
 
 IDENTITY = tl.constexpr(IDENTITY_PROGRAM)

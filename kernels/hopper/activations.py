@@ -51,7 +51,7 @@ def _mixed(x):
 
 @gluon.jit
 def _draw(seed, row, column):
-    """As ``kernels/draws.py`` has it; 23 bits as the digits of a number in [1, 2) take no conversion."""
+    """As ``kernels/formulas/draws.py`` has it; 23 bits as the digits of a number in [1, 2) take no conversion."""
     own = _mixed(row.to(gl.uint32) ^ _mixed(seed.to(gl.uint32)))
     bits = own + column.to(gl.uint32) * 0x9E3779B1
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD

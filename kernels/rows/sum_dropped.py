@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_add_rows
-from moeblaze_ops.kernels.draws import draw
+from moeblaze_ops.kernels.formulas.draws import draw
 from moeblaze_ops.kernels.formulas.dropped import factor_of_kept
 from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
 

@@ -50,7 +50,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 38, "lowering": 44, "moeblaze_ops": 72}
+MOST_ARROWS = {"kernels": 39, "lowering": 44, "moeblaze_ops": 72}
 MOST_FILES = 15
 
 # A wrong line here can make a wrong rewrite of a captured graph; DESIGN.md says what each is trusted with. 5,800 is the aim.
@@ -73,7 +73,7 @@ SEARCHING = (
     "lowering/graph/computed_weights.py",
     "lowering/graph/model_state.py",
 )
-MOST_TRUSTED_LINES = 6619
+MOST_TRUSTED_LINES = 6650
 
 # What a package may know of the others. The switch hands graphs to lowering.
 ROOF = "compile"
