@@ -1,7 +1,7 @@
 """Random numbers of a seed and a place, which backward draws again: what dropout inside of experts keeps is the seed.
 
-The bits are those of ``kernels/formulas/draws.py``: unsigned numbers of 32 bits, in 64 here, of which no product overflows. (Compilers of
-C++ take overflows of signed numbers for what never happens.)
+The bits are those of ``kernels/formulas/draws.py``: unsigned numbers of 32 bits, in 64 here, of which no product overflows.
+Compilers of C++ take overflows of signed numbers for what never happens.
 """
 
 import torch
