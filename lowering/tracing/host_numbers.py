@@ -141,7 +141,8 @@ def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker 
     ids, given = arguments.get("tensor"), arguments.get("num_classes")
     if given is None or type(ids) is not TensorVariable or not _is_number_of_data(number := _number(tx, given)):
         return None
-    of_ids, most = ids.as_proxy(), _holder(tx, ids, given)
+    of_ids, held = ids.as_proxy(), _holder(tx, ids, given)
+    most = given.as_proxy() if held is None else held
     in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})
     in_range = in_range & tx.output.create_proxy("call_function", torch.lt, (of_ids, most), {})
     tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
@@ -155,21 +156,23 @@ def compared(tx: Any, sign: str, x: VariableTracker, number: VariableTracker) ->
     """The comparison of a tensor with a number that the data tell, as one with the tensor that holds the number."""
     if sign not in _COMPARISONS or type(x) is not TensorVariable or not _is_number_of_data(number):
         return None
-    sides = x.as_proxy(), _holder(tx, x, number)
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _COMPARISONS[sign], sides, {}))
+    if (held := _holder(tx, x, number)) is None:
+        return None
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _COMPARISONS[sign], (x.as_proxy(), held), {}))
 
 
-def _holder(tx: Any, x: VariableTracker, number: VariableTracker) -> Any:
-    """The tensor that a number was read from, where that may stand beside ``x`` as well: the number may go then; else the number.
+def _holder(tx: Any, x: VariableTracker, number: VariableTracker) -> torch.fx.Proxy | None:
+    """The tensor that a number was read from, where that may stand beside ``x`` as well: the number may go then.
 
         place < counts.max().item()         place < counts.max()
     """
     read = number.as_proxy().node
     if target_name(read) != "item" or read.graph is not tx.output.graph or is_written({read.args[0]}):
-        return number.as_proxy()
+        return None
     held = fake_of(read.args[0])
-    beside = held.device == fake_value(x).device and not (held.dim() or held.dtype.is_floating_point)
-    return torch.fx.Proxy(read.args[0], tx.output.current_tracer) if beside else number.as_proxy()
+    if held is None or held.device != fake_value(x).device or held.dim() or held.dtype.is_floating_point:
+        return None
+    return torch.fx.Proxy(read.args[0], tx.output.current_tracer)
 
 
 def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> VariableTracker | None:
