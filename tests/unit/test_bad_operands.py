@@ -45,6 +45,7 @@ def _arguments() -> dict[str, dict[str, Any]]:
     routed = dict(zip(("weights_TK", "experts_TK"), OPS.route(logits, None, 2, "softmax", True, 1.0, 1, 1), strict=True))
     scoring = {"scoring": "softmax", "renormalize": True, "scale": 1.0}
     biases = {"rows_NC": h.flatten(1)}
+    drawn = {"seed": torch.zeros(1), "top_k": 2, "p": 0.5}
     rows, a_up, a_down = torch.randn(38, 3), torch.randn(5, 3, 24), torch.randn(5, 3, 12)
     return {
         "dispatch": {"experts_TK": layer.experts_TK, "num_experts": 5},
@@ -82,6 +83,8 @@ def _arguments() -> dict[str, dict[str, Any]]:
         "expert_counts": {"experts_TK": layer.experts_TK, "num_experts": 5},
         "router_logits": {"x_TD": layer.x_TD, "w_ED": torch.randn(5, 24)},
         "router_weight_grad": {"dlogits_TE": logits, "x_TD": layer.x_TD},
+        "sum_dropped": {"rows_ND": torch.randn(38, 24)} | drawn,
+        "sum_dropped_backward": dout | drawn,
     }  # fmt: skip
 
 
@@ -124,7 +127,8 @@ ACCEPTED = {
     "expert_bias_grad offsets_E1 another last size", "route_backward logits_TE another last size",
     "expert_rows w_EGFC another last size", "expert_up_backward dlogits_TE another last size",
     "route_at experts_TK another last size", "route_at logits_TE another last size", "router_sums logits_TE another last size",
-    "router_sums kept_T bool",
+    "router_sums kept_T bool", "sum_dropped rows_ND another last size", "sum_dropped_backward dout_TD another last size",
+    "sum_dropped p 0.0", "sum_dropped_backward p 0.0",
     "expert_counts experts_TK another last size", "expert_counts experts_TK meta",
     "router_weight_grad dlogits_TE another last size", "router_weight_grad x_TD another last size",
     "expert_weight_grad weights_TK an axis more", "expert_weight_grad_add weights_TK an axis more",
