@@ -112,16 +112,15 @@ def _program(num_parameters: int, is_short: bool, *results: Node) -> str:
     results = tuple(made[result] for result in results)
     if is_short:
         results = shortened(*results)
-    places = {symbol(name): str(first_place + i) for i, name in enumerate(PLACE_SYMBOLS)}
+    given = _PLACES | {name: first_place + i for i, name in enumerate(PLACE_SYMBOLS)}
+    places = {symbol(name): str(place) for name, place in given.items()}
     draws = any(node.op == "draw" for node in below(*results))
     first_step = first_place + (len(PLACE_SYMBOLS) if draws else 0)
     steps: list[str] = []
     for node in below(*results):
-        if node.symbol:
-            places.setdefault(node, str(_PLACES.get(node.symbol)))
-        elif node.is_number:
+        if node.is_number:
             places[node] = repr(node.number)
-        else:
+        elif not node.symbol:
             places[node] = str(first_step + len(steps))
             function, operands = _step(node)
             steps.append(" ".join((function, *(places[operand] for operand in operands))))
