@@ -17,6 +17,16 @@ from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_si
 
 
 @triton.jit
+def _stretch(D, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The token of a program, its columns, and which of them there are."""
+    num_col_tiles = tl.cdiv(D, BLOCK_D)
+    token = (tl.program_id(0) // num_col_tiles).to(tl.int64)
+    cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    col_in = (cols < D) | EVEN_D
+    return token, cols, col_in
+
+
+@triton.jit
 def _factor(seed_ptr, row, cols, p, kept_factor):
     """What the elements of a row are multiplied by. Shape [BLOCK_D], fp32."""
     return tl.where(draw(tl.load(seed_ptr), row, cols) >= p, kept_factor, 0.0)
@@ -34,10 +44,7 @@ def _sum_dropped_kernel(
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_col_tiles = tl.cdiv(D, BLOCK_D)
-    token = (tl.program_id(0) // num_col_tiles).to(tl.int64)
-    cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    col_in = (cols < D) | EVEN_D
+    token, cols, col_in = _stretch(D, EVEN_D, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k
@@ -60,10 +67,7 @@ def _sum_dropped_backward_kernel(
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_col_tiles = tl.cdiv(D, BLOCK_D)
-    token = (tl.program_id(0) // num_col_tiles).to(tl.int64)
-    cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    col_in = (cols < D) | EVEN_D
+    token, cols, col_in = _stretch(D, EVEN_D, BLOCK_D)
     dout = tl.load(dout_ptr + token * stride_dout_t + cols * stride_dout_d, mask=col_in, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k
