@@ -98,15 +98,15 @@ def sigmoid_biased(logits):
 
 
 def limited_to_groups(
-    logits, score=torch.sigmoid, mask_of=None, group_score=None, left_out=float("-inf"), weigh=None, bias=BIAS, count=K
+    logits, score=torch.sigmoid, mask_of=None, group_score=None, left_out=float("-inf"), weigh=None, bias=BIAS, count=K, number=2
 ):
-    """Sigmoid scores plus a bias; a token chooses inside the better half of the experts. Options are for lookalikes."""
+    """Sigmoid scores plus a bias; a token chooses inside the better half of the experts. Options are for others."""
     scores = score(logits.float())
     choice = scores + bias
-    grouped = choice.view(-1, 2, E // 2)
+    grouped = choice.view(-1, number, E // number)
     best = torch.topk((group_score or (lambda g: g.topk(2, dim=-1)[0].sum(dim=-1)))(grouped), 1, dim=-1, sorted=False)[1]
-    groups = torch.zeros(T, 2).scatter_(1, best, 1)
-    kept = (mask_of or (lambda g: g.unsqueeze(-1).expand(-1, 2, E // 2).reshape(-1, E)))(groups)
+    groups = torch.zeros(T, number).scatter_(1, best, 1)
+    kept = (mask_of or (lambda g: g.unsqueeze(-1).expand(-1, number, E // number).reshape(-1, E)))(groups)
     choice = choice.masked_fill(~kept.bool(), left_out)
     experts = torch.topk(choice, count, dim=-1, sorted=False)[1]
     weights = (weigh or (lambda scores: scores))(scores).gather(1, experts)
@@ -116,6 +116,11 @@ def limited_to_groups(
 
 def repeated_groups(logits):
     return limited_to_groups(logits, mask_of=lambda groups: groups.repeat_interleave(2, dim=1))
+
+
+def limited_to_the_one_group(logits):
+    """As GLM-4.5 and Kimi K2 are configured."""
+    return limited_to_groups(logits, number=1)
 
 
 def sigmoid_last(logits):
@@ -132,7 +137,7 @@ def sigmoid_last_renormalized(logits):
 ROUTERS = (
     sigmoid_last, sigmoid_last_renormalized, scaled_in_place, scaled_from_the_left,
     flattened, softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered,
-    softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups,
+    softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups, limited_to_the_one_group,
 )  # fmt: skip
 
 
