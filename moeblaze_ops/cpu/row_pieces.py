@@ -5,7 +5,7 @@ add the rows of one product in different orders. ATen's vectorized functions hav
 end of a tensor, or of a thread's part of it. So with ``config.batch_invariant`` rows are taken a fixed number at a time, in
 buffers of their own that are filled up with zeros:
 
-    product_of_rows(rows, matrix)                        rows @ matrix, 64 rows at a time, 16 n columns wide
+    product_of_rows(rows, matrix)                        rows @ matrix, 64 rows at a time, 32 n columns wide
     in_pieces(activate, [a_NF], [h_NGF], "swiglu")       activate(a, h, "swiglu") of so few rows that one thread has them
 """
 
@@ -19,8 +19,8 @@ from moeblaze_ops.kernels.settings import settings
 
 _ROWS = 64
 """Rows of a product: more than the libraries have kernels of their own for."""
-_COLUMNS = 16
-"""Columns of a product: the widest vector of numbers."""
+_COLUMNS = 32
+"""Columns of both operands of a product: what a tile of AMX has in half precision. With a part of one bits depend on the rows."""
 _ONE_THREAD = 1 << 15
 """Numbers from which on ATen may part a function among threads."""
 _VECTORS = 64
