@@ -11,6 +11,7 @@ _REMEDIES = {
     "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are; "
     "say by `moeblaze_ops.declare` what a library's operator computes",
     "ROUTING": "multiply each expert's output by the score with which the token chose it, found by comparing expert ids",
+    "ALL_EXPERTS": "nothing; on a GPU it is rewritten",
     "SLOT_WEIGHTS": "sort and gather the routing weights like the tokens that they belong to",
     "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without a norm or dropout of an "
     "adapter inside",

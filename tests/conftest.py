@@ -102,6 +102,14 @@ def fused_routers(monkeypatch):
     monkeypatch.setattr(match_router, "breaks_ties_as_topk", lambda device: True)
 
 
+@pytest.fixture
+def mixtures_of_all(monkeypatch):
+    """Layers in which every expert takes every token are rewritten on a CPU as on a GPU."""
+    from moeblaze_ops.lowering.match.operands import find_scored
+
+    monkeypatch.setattr(find_scored, "gains_without_choices", lambda device: True)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item.path))

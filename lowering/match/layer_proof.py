@@ -240,7 +240,7 @@ class _Proof:
             root=root, reading=self._reading(experts), region=region, x=x, experts=routed.ids, weights=weights,
             scales=scales, weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
-            activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
+            activation=lead.activation, spelling=_spelling(region, routed),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=lead.feature_in.args[1], F=lead.width.args[1],
             out_width=candidate.value.shape[-1], dropout=lead.dropout, dtype=dtype,
             chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
@@ -445,7 +445,10 @@ def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
     return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
 
 
-def _spelling(region: Region, routing: Routing) -> str:
+def _spelling(region: Region, routed: _Routed) -> str:
+    routing = routed.routings[0]
+    if routed.scored and not (routed.scales or routed.named):
+        return "every expert on every token"
     names = {target_name(node) for node in region.nodes}
     if not names.isdisjoint(GROUPED_PRODUCTS):
         return "sorted grouped_mm"

@@ -4,7 +4,7 @@ A candidate is a node that may be the last step of a sum over experts. Its eleme
 terms, some of which are experts; `layer_proof` proves the rest. Nothing here changes the graph.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ from moeblaze_ops.lowering.graph.dependencies import dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
-from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, Indices, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusal, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
@@ -32,11 +32,13 @@ from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
+    columns,
     describe_last,
     holds_comparison,
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
+    leaves_tokens_out,
     made_by,
     read_expert,
 )
@@ -358,9 +360,20 @@ class Matcher:
         return Counter(self._choice(term, feature) for term in terms)
 
     def _scored(self, terms: Sequence[Expr], feature: Expr) -> list[Expr]:
-        """Terms that are experts beside scores that leave tokens out, of which one alone may be any gated block."""
+        """Terms that are experts beside scores that leave tokens out, or that are columns of one tensor.
+
+        One alone may be any gated block, and  gate * block(x) + (1 - gate) * other(x)  has no router.
+        """
         found = [term for term in terms if is_scored_term(term, feature)]
-        return found if len(found) > 1 else []
+        of_terms = [columns(term, feature) for term in found]
+        places: dict[Value, list[frozenset[Indices]]] = defaultdict(list)
+        for value, numbers in (item for own in of_terms for item in own.items()):
+            places[value].append(frozenset(numbers))
+        tables = {value for value, own in places.items() if len(set(own)) == len(own) > 1}
+        scored = [
+            term for term, own in zip(found, of_terms, strict=True) if leaves_tokens_out(term) or not tables.isdisjoint(own)
+        ]
+        return scored if len(scored) > 1 else []
 
     def _choice(self, term: Expr, feature: Expr) -> Chosen:
         known = self._choices.get((term, feature))

@@ -13,6 +13,7 @@ class Reason(Enum):
 
     OTHER_TERMS = "the sum holds terms that are not expert outputs, or starts from a buffer that is not fresh zeros"
     ROUTING = "an expert's weight is not a routing weight selected by comparing expert ids"
+    ALL_EXPERTS = "every expert takes every token, for which plain products are faster on a CPU"
     SLOT_WEIGHTS = "weights are not aligned with their slots"
     NOT_TWO_PROJECTIONS = "an expert is not an up projection, a pointwise activation and a down projection"
     ACTIVATION = "what stands between the projections is not a pointwise function of them alone"

@@ -1,4 +1,4 @@
-"""Routing by a score for each token and expert, without ids: an expert takes the tokens that nothing keeps from it.
+"""Routing by a score for each token and expert, without ids: an expert takes the tokens that nothing keeps from it, or all.
 
 A score is a product. What makes it zero, and lets no gradient through where it does, is looked up as a mask: a comparison, or
 what a ReLU gave. Or each expert names its tokens itself: the score is then the sum over its places of a weight, where the
@@ -7,6 +7,8 @@ place has the token.
     gate = router(x).relu()                                           # a mask, and the weights
     for e in range(E):
         out = out + gate[:, e, None] * expert(e, x)                   # but not  gate.abs()[:, e, None] * ...
+
+    torch.einsum("te,ted->td", router(x).softmax(-1), experts(x))     # a mixture of all experts
 
     weights, token = router(x).softmax(-1).t().topk(capacity)         # the tokens of each expert
     for e in range(E):
@@ -115,7 +117,7 @@ class _Table:
         weights = self._weights(self._scores) if weights is None else weights
         prove(weights is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
         drops = any(mask.width == self._count for mask in found)
-        prove(drops, Reason.ROUTING, "every expert takes every token, which plain products do as well")
+        prove(drops or gains_without_choices(self._finder.device), Reason.ALL_EXPERTS)
         return Scored(*weights, found)
 
     def named(self, names: Sequence[_Name]) -> Scored:
@@ -194,6 +196,11 @@ class _Table:
         """By number of expert."""
         self._order = self._order or list(range(self._count))
         return tuple(target for _, target in sorted(zip(self._order, targets, strict=True), key=lambda pair: pair[0]))
+
+
+def gains_without_choices(device: torch.device) -> bool:
+    """True if experts that all take every token gain by the ops, which gather rows; on a CPU that costs more than it saves."""
+    return device.type != "cpu"
 
 
 def _sort(mark: Expr) -> tuple:

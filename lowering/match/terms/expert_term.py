@@ -4,7 +4,7 @@ A term is a product. Its one factor that depends on the feature of the output is
 how much of it a token gets and is left to `routing_term`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -75,20 +76,29 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
 
 
 def is_scored_term(e: Expr, feature: Expr) -> bool:
-    """A cheap look at a term without any comparison with an expert: two projections, beside what is zero for some tokens.
+    """A cheap look at a term without any comparison with an expert: two projections, beside what differs between tokens.
 
-        out + gate.relu()[:, 2, None] * expert(x)                   but not  out + gate.softmax(-1)[:, 2, None] * expert(x)
+        out + gate.softmax(-1)[:, 2, None] * expert(x)              but not  out + self.share[2] * expert(x)
     """
     outputs = [f for f in factors_of(e) if feature in f.free]
-    if len(outputs) != 1 or not any(_leaves_tokens_out(f) for f in factors_of(e) if f is not outputs[0]):
+    if len(outputs) != 1 or not any(var.args[2] == "t" for f in factors_of(e) if f is not outputs[0] for var in f.free):
         return False
     down = next((s for s in (_scaled_sum(term, feature) for term in _terms(_undropped(outputs[0])[0])) if s is not None), None)
     return down is not None and down.args[1].has_dot
 
 
-def _leaves_tokens_out(factor: Expr) -> bool:
-    marks = is_indicator(factor) or (factor.kind == "call" and factor.args[0] == "relu")
-    return marks and any(var.args[2] == "t" for var in factor.free)
+def leaves_tokens_out(e: Expr) -> bool:
+    """True if a mask or a ReLU of tokens is a factor."""
+    marks = (f for f in factors_of(e) if is_indicator(f) or (f.kind == "call" and f.args[0] == "relu"))
+    return any(var.args[2] == "t" for mark in marks for var in mark.free)
+
+
+def columns(e: Expr, feature: Expr) -> dict[Value, set[Indices]]:
+    """Which numbers the values have as indices that the score of an expert is made of: a router's those of the expert."""
+    found: dict[Value, set[Indices]] = defaultdict(set)
+    for leaf in (s for f in factors_of(e) if feature not in f.free for s in subexpressions(f, lambda s: s.kind == "leaf")):
+        found[leaf.args[0]].add(tuple(index for index in leaf.args[1] if index.kind == "const"))
+    return found
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
