@@ -44,6 +44,8 @@ def draw(rng: random.Random) -> Layer:
     stops = [[]] * 6 + [["weights = (weights * 1.5).detach()"], ["x = (x * 0.5).detach()"]]
     stopped = random.Random("".join(router)).choice(stops)  # of a sequence of its own: seeds keep the rest of their programs
     layer.body = [*before, *router, *stopped, *FAMILIES[family](layer, rng), *after]
+    if layer.shape != (1,) and random.Random("".join(layer.body)).random() < 0.2:
+        layer.body = [re.sub(r"^scores = .*", "scores = logits.softmax(-1).to(weights.dtype)", line) for line in layer.body]
     if layer.out == "O":
         layer.body = [_of_width(line) for line in layer.body]
     if rng.random() < 0.25:

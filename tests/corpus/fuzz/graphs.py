@@ -25,10 +25,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 from moeblaze_ops import config  # noqa: E402
 from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph  # noqa: E402
-from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
 from tests.corpus.fuzz.graph_changes import Changer, clone, propagate  # noqa: E402
-from tests.corpus.fuzz.modes import TopkOfTies, unwritten_memory_is_nan  # noqa: E402
+from tests.corpus.fuzz.modes import TopkOfTies, as_on_a_gpu, unwritten_memory_is_nan  # noqa: E402
 from tests.corpus.fuzz.processes import results_of, until_stopped  # noqa: E402
 from tests.corpus.fuzz.run import Case  # noqa: E402
 
@@ -76,7 +75,7 @@ def check(seed: int, show: bool = False) -> tuple[str, str]:
     said, changed = "; ".join(changes), clone(gm)
     if show:
         print(said, gm.code, sep="\n")
-    with mock.patch.object(config, "strict", True), mock.patch.object(match_router, "breaks_ties_as_topk", lambda device: True):
+    with mock.patch.object(config, "strict", True), as_on_a_gpu():
         try:
             report = rewrite_graph(gm)
         except Exception as error:

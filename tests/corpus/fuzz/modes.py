@@ -1,10 +1,14 @@
-"""What shows, of a run, what makes two right results differ."""
+"""Modes in which fuzzers run programs; some show what makes two right results differ."""
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeblaze_ops.lowering.match.operands import find_scored
+from moeblaze_ops.lowering.router import match_router
 
 
 @contextlib.contextmanager
@@ -39,3 +43,13 @@ class Kinked(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.found |= func in self.KINKED
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What the rewrite decides by the device is decided as on a GPU: routers are fused, and mixtures of all experts rewritten."""
+    with (
+        mock.patch.object(match_router, "breaks_ties_as_topk", lambda device: True),
+        mock.patch.object(find_scored, "gains_without_choices", lambda device: True),
+    ):
+        yield

@@ -35,11 +35,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 from moeblaze_ops import compile as switch  # noqa: E402
 from moeblaze_ops import config  # noqa: E402
 from moeblaze_ops.lowering.rewrite.rewrite import Candidate  # noqa: E402
-from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
 from tests.corpus.fuzz.hidden import deceive, hide  # noqa: E402
 from tests.corpus.fuzz.layer import Layer  # noqa: E402
-from tests.corpus.fuzz.modes import Kinked, TopkOfTies, unwritten_memory_is_nan  # noqa: E402
+from tests.corpus.fuzz.modes import Kinked, TopkOfTies, as_on_a_gpu, unwritten_memory_is_nan  # noqa: E402
 from tests.corpus.fuzz.mutations import mutate  # noqa: E402
 from tests.corpus.fuzz.processes import results_of, until_stopped  # noqa: E402
 from tests.tools.rewrite_harness import rewritten_in  # noqa: E402
@@ -89,7 +88,7 @@ class Outcome:
 
 
 class _Backend:
-    """Rewrites as the switch does, routers as on a GPU; runs what was rewritten ``traced`` by AOTAutograd, or as it is."""
+    """Rewrites as the switch does, as on a GPU; runs what was rewritten ``traced`` by AOTAutograd, or as it is."""
 
     error: Exception | None = None  # of the rewrite
 
@@ -99,7 +98,7 @@ class _Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         try:
-            with mock.patch.object(match_router, "breaks_ties_as_topk", lambda device: True):
+            with as_on_a_gpu():
                 report = switch.rewrite(gm)
         except switch.NotJustified:
             raise

@@ -108,7 +108,7 @@ class TestRewritten:
 
         assert check_against_eager(Mixture(rolled), torch.randn(14, zoo.D)).rewritten
 
-    @pytest.mark.parametrize("read", [lambda x, shares: x.flip(0), lambda x, shares: x + shares[:, :1]], ids=["turned", "shifted"])
+    @pytest.mark.parametrize("read", [lambda x, shares: x.flip(0), lambda x, shares: x + shares[:, :1]])
     def test_experts_that_read_something_else_stay(self, read):
         def other(self, x, shares):
             out = shares[:, :1] * self.experts[0](x)
