@@ -88,7 +88,7 @@ class Outcome:
 
 
 class _Backend:
-    """Rewrites as the switch does, as on a GPU; runs what was rewritten ``traced`` by AOTAutograd, or as it is."""
+    """Rewrites as the switch does; runs what was rewritten ``traced`` by AOTAutograd, or as it is."""
 
     error: Exception | None = None  # of the rewrite
 
@@ -98,8 +98,7 @@ class _Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         try:
-            with as_on_a_gpu():
-                report = switch.rewrite(gm)
+            report = switch.rewrite(gm)
         except switch.NotJustified:
             raise
         except Exception as error:
@@ -160,7 +159,7 @@ def check(module: nn.Module, x: Tensor, *, traced: bool = True) -> Outcome:
             return Outcome("eager fails", detail=repr(error))
     backend = _Backend(traced=traced)
     try:
-        with mock.patch.object(config, "strict", True):
+        with mock.patch.object(config, "strict", True), as_on_a_gpu():
             actual = _compiled(module, x, train, backend)
     except Exception as error:
         return _raised(module, x, train, backend.error or error, in_rewrite=backend.error is not None)
