@@ -43,7 +43,9 @@ def between(self, e, x):
 
 
 def both(self, e, x):
-    return F.dropout(self.down[e](F.dropout(F.relu(self.up[e](x)), BETWEEN, self.training)), BEHIND, self.training)
+    h = self.up[e](x)
+    a = 0.5 * h * (1 + torch.erf(h / 2**0.5))  # the number stands in front of the sum over features, too
+    return F.dropout(self.down[e](F.dropout(a, BETWEEN, self.training)), BEHIND, self.training)
 
 
 def loop(self, x, weights, ids):
@@ -84,7 +86,7 @@ def drawn(self, x):
     for row, slot in enumerate(order.tolist()):
         t, k = divmod(slot, self.top_k)
         e = ids[t, k]
-        h = F.relu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
+        h = F.gelu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
         out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weights[t, k]).unsqueeze(0))
     return out
 
