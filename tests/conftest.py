@@ -7,6 +7,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moeblaze_ops import config
 from tests.tools.compiling import compile_quickly, keep_what_is_imported
@@ -105,6 +106,10 @@ def fused_routers(monkeypatch):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item.path))
+    alone = pytest.mark.skip(reason="needs torch.distributed with gloo")
+    for item in items:
+        if "ranks" in item.keywords and not (dist.is_available() and dist.is_gloo_available()):
+            item.add_marker(alone)
     few = pytest.mark.skip(reason="needs several CUDA devices")
     for item in items:
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
