@@ -8,7 +8,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+import moeblaze_ops
 from moeblaze_ops import config
 from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
@@ -84,6 +86,17 @@ def pytest_collection_finish():
 def _strict(monkeypatch):
     """Errors of the rewrite itself fail the test."""
     monkeypatch.setattr(config, "strict", True)
+
+
+@pytest.fixture
+def scratch():
+    """Nothing compiled or counted before, the same random numbers in every run, and the switch off afterwards."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    moeblaze_ops.disable()
+    torch._dynamo.reset()
 
 
 @pytest.fixture
