@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import copy
-import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -51,7 +50,6 @@ class Frame:
     """A Python frame that Dynamo is about to compile."""
 
     code: CodeType
-    names: Mapping[str, Any]  # its globals
     backend: Callable
     export: bool
     fullgraph: bool
@@ -69,15 +67,6 @@ class Frame:
     def ends_in_eager_mode(self, error: Exception) -> bool:
         """True if Dynamo skips all that runs this code from now on, what it was compiled to before as well."""
         return (is_of_program(error) or dynamo_config.suppress_errors) and not self.fullgraph
-
-    def lost_names(self, compiled: Any) -> list[str]:
-        """Globals that only what Dynamo made of this frame reads, and that are not there.
-
-        It makes none for the class that a tensor has again after a write to it, of a function that a tensor of a subclass enters.
-        """
-        read = (step.argval for step in dis.get_instructions(compiled.bytecode) if step.opname == "LOAD_GLOBAL")
-        known = {*self.names, *vars(builtins), *self.code.co_names}
-        return [name for name in dict.fromkeys(read) if name not in known]
 
 
 def install_frame_hook(
@@ -109,7 +98,7 @@ def install_frame_hook(
 
         given = (arguments["locals"].get(name) for name in ("self", "fn"))  # "fn" where Dynamo wraps a module of torch's own
         module = next((value for value in given if isinstance(value, nn.Module)), None)
-        frame = Frame(code, arguments["globals"], backend, arguments.get("export", False), arguments["one_graph"], module)
+        frame = Frame(code, backend, arguments.get("export", False), arguments["one_graph"], module)
         token = _compiled_frame.set(frame)
         try:
             return hook(compile_code, frame)

@@ -247,8 +247,6 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches
     try:
         with tracing(watched):
             compiled = compile_frame(frame.code)
-        if lost := frame.lost_names(compiled):
-            attempt.left = f"{', '.join(lost)} would not be there when it runs"
     except Exception as error:
         if attempt.error is not None:
             for record in attempt.records(None):

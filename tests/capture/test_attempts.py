@@ -582,17 +582,3 @@ def in_a_loop(x):
     for _ in range(2):
         x = x[torch.where(x[:, 0] > 2)[0]] + rows_of_data(x)
     return x
-
-
-class Marked(torch.Tensor):
-    pass
-
-
-def test_a_tensor_of_a_subclass_comes_back_where_dynamo_alone_would_break():
-    """Of such a loop in one graph, Dynamo makes code that reads the class of the buffer from a name that nobody sets."""
-    torch._dynamo.reset()
-    layer, x = Layer(), torch.randn(8, 16).as_subclass(Marked)
-    with rewriting_backend() as backend:
-        out = torch.compile(layer, backend=backend)(x)
-    assert type(out) is Marked
-    assert torch.equal(out, layer(x))
