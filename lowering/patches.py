@@ -101,8 +101,8 @@ PATCHES = {
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_dynamic_output_shape_ops": Patch(_SIZES, "self"),
 }
 
-Replacement = Callable[[Callable], Callable]
-"""What makes of a function the one that takes its place."""
+Replacement = Callable[..., Any]
+"""What is called in the place of a function: with the function, and then its arguments."""
 
 
 def short(name: str) -> str:
@@ -119,11 +119,19 @@ def install(part: str, replacements: Mapping[str, Replacement]) -> None:
         found = {name: list(_functions(name, patch)) for name, patch in of_part.items()}
         for name, functions in found.items():
             for owner, attribute, function in functions:
-                _replace(owner, attribute, replacements[short(name)](function), undo)
+                _replace(owner, attribute, _in_place_of(function, replacements[short(name)]), undo)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         for step in reversed(undo):
             step()
         leave_off(part, str(error))
+
+
+def _in_place_of(original: Callable, replacement: Replacement) -> Callable:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return function
 
 
 def leave_off(part: str, why: str) -> None:

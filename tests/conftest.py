@@ -7,7 +7,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+import moeblaze_ops
 from moeblaze_ops import config
 from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
@@ -86,6 +89,17 @@ def _strict(monkeypatch):
 
 
 @pytest.fixture
+def scratch():
+    """Nothing compiled or counted before, the same random numbers in every run, and the switch off afterwards."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    moeblaze_ops.disable()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def fp64():
     """Numbers of which the last bits are no matter, the same in every run."""
     torch.manual_seed(0)
@@ -113,6 +127,10 @@ def mixtures_of_all(monkeypatch):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item.path))
+    alone = pytest.mark.skip(reason="needs torch.distributed with gloo")
+    for item in items:
+        if "ranks" in item.keywords and not (dist.is_available() and dist.is_gloo_available()):
+            item.add_marker(alone)
     few = pytest.mark.skip(reason="needs several CUDA devices")
     for item in items:
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:

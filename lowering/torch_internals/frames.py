@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -83,36 +82,30 @@ def install_frame_hook(
     the compile callbacks. ``compile_frame`` has kept its signature from torch 2.11 to 2.15.
     """
 
-    def replacement(original):
-        signature = inspect.signature(original)
+    def compile_frame(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        arguments = bound.arguments
+        backend = _asked_for(arguments["compiler_fn"])
+        arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
+        code = arguments["code"]
+        seen = _seen_frames.get()
+        if seen is not None and not _debug_get_cache_entry_list(code):
+            seen.append(code)
 
-        @functools.wraps(original)
-        def compile_frame(*args, **kwargs):
-            bound = signature.bind(*args, **kwargs)
-            arguments = bound.arguments
-            backend = _asked_for(arguments["compiler_fn"])
-            arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
-            code = arguments["code"]
-            seen = _seen_frames.get()
-            if seen is not None and not _debug_get_cache_entry_list(code):
-                seen.append(code)
+        def compile_code(code: CodeType) -> Any:
+            arguments["code"] = code
+            return original(*bound.args, **bound.kwargs)
 
-            def compile_code(code: CodeType) -> Any:
-                arguments["code"] = code
-                return original(*bound.args, **bound.kwargs)
+        given = (arguments["locals"].get(name) for name in ("self", "fn"))  # "fn" where Dynamo wraps a module of torch's own
+        module = next((value for value in given if isinstance(value, nn.Module)), None)
+        frame = Frame(code, backend, arguments.get("export", False), arguments["one_graph"], module)
+        token = _compiled_frame.set(frame)
+        try:
+            return hook(compile_code, frame)
+        finally:
+            _compiled_frame.reset(token)
 
-            given = (arguments["locals"].get(name) for name in ("self", "fn"))  # "fn" where Dynamo wraps a module of torch's own
-            module = next((value for value in given if isinstance(value, nn.Module)), None)
-            frame = Frame(code, backend, arguments.get("export", False), arguments["one_graph"], module)
-            token = _compiled_frame.set(frame)
-            try:
-                return hook(compile_code, frame)
-            finally:
-                _compiled_frame.reset(token)
-
-        return compile_frame
-
-    patches.install("frames", {"convert_frame.compile_frame": replacement})
+    patches.install("frames", {"convert_frame.compile_frame": compile_frame})
 
 
 def run_as_written(function: Callable, *, calls_as_well: bool) -> None:

@@ -30,15 +30,11 @@ def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
     is lost.
     """
 
-    def replacement(original):
-        @functools.wraps(original)
-        def __init__(self, gm, example_inputs, *args, **kwargs):
-            original(self, gm, example_inputs, *args, **kwargs)
-            self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
+    def __init__(original, self, gm, example_inputs, *args, **kwargs):
+        original(self, gm, example_inputs, *args, **kwargs)
+        self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
 
-        return __init__
-
-    patches.install("keys", {"FxGraphHashDetails.__init__": replacement})
+    patches.install("keys", {"FxGraphHashDetails.__init__": __init__})
     if patches.why_off("keys"):
         # As its environment variable does, in all threads.
         torch.compiler.config._config["force_disable_caches"].env_value_force = True
@@ -50,32 +46,24 @@ def keep_graphs_with_functions_of(package: str) -> None:
     ``unsafe_marked_cacheable_functions`` is lost like any setting.
     """
 
-    def replacement(original):
-        @functools.wraps(original)
-        def check_node_safe(node):
-            is_ours = node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
-            if not is_ours:
-                original(node)
+    def check_node_safe(original, node):
+        is_ours = node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
+        if not is_ours:
+            original(node)
 
-        return check_node_safe
-
-    patches.install("cacheable", {"autograd_cache.check_node_safe": replacement})
+    patches.install("cacheable", {"autograd_cache.check_node_safe": check_node_safe})
 
 
 @functools.cache
 def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
     """Call ``prepare(gm)`` for each graph that reaches Inductor, before it is looked up in a cache, from now on."""
 
-    def replacement(original):
-        @functools.wraps(original)
-        def compile_fx_main(model, *args, **kwargs):
-            if isinstance(model, fx.GraphModule):
-                prepare(model)
-            return original(model, *args, **kwargs)
+    def compile_fx_main(original, model, *args, **kwargs):
+        if isinstance(model, fx.GraphModule):
+            prepare(model)
+        return original(model, *args, **kwargs)
 
-        return compile_fx_main
-
-    patches.install("graphs", {"compile_fx._compile_fx_main": replacement})
+    patches.install("graphs", {"compile_fx._compile_fx_main": compile_fx_main})
 
 
 def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
@@ -84,20 +72,14 @@ def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
     And what forward returns.
     """
 
-    def replacement(original):
-        signature = inspect.signature(original)
+    def classify(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        graph = given["joint_module"].graph
+        returned = tree_leaves(graph.output_node().args)[: given["num_fwd_outputs"]]
+        visit(graph, [node for node in returned if isinstance(node, fx.Node)])
+        return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def classify(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            graph = given["joint_module"].graph
-            returned = tree_leaves(graph.output_node().args)[: given["num_fwd_outputs"]]
-            visit(graph, [node for node in returned if isinstance(node, fx.Node)])
-            return original(*args, **kwargs)
-
-        return classify
-
-    patches.install("repeats", {"partitioners.classify_nodes": replacement})
+    patches.install("repeats", {"partitioners.classify_nodes": classify})
 
 
 def may_be_repeated(node: fx.Node) -> bool:

@@ -4,7 +4,6 @@ It takes seconds to import, so functions here import it when they are called: a 
 paid for it yet.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,19 +59,15 @@ def launch_nothing_for_no_rows() -> None:
     Inductor of torch 2.11 divides by it; a rank that sends no token to any expert would raise.
     """
 
-    def replacement(original):
-        @functools.wraps(original)
-        def generate(self, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if "== 0" not in self.y_grid:
-                is_python = self.mode == "python"
-                self.y_grid = (
-                    f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
-                )
+    def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if "== 0" not in self.y_grid:
+            is_python = self.mode == "python"
+            self.y_grid = (
+                f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
+            )
 
-        return generate
-
-    patches.install("launches", {"Grid2DWithYZOverflow.generate": replacement})
+    patches.install("launches", {"Grid2DWithYZOverflow.generate": generate})
 
 
 def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
@@ -88,15 +83,11 @@ def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
             return op is not torch.ops._c10d_functional.wait_tensor.default
         return op in ops or (isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel))
 
-    def replacement(original):
-        @functools.wraps(original)
-        def update(self: Any) -> None:
-            _keep_order(self, filter(is_talk, self.operations))
-            original(self)
+    def update(original: Callable, self: Any) -> None:
+        _keep_order(self, filter(is_talk, self.operations))
+        original(self)
 
-        return update
-
-    patches.install("order", {"GraphLowering._update_scheduler": replacement})
+    patches.install("order", {"GraphLowering._update_scheduler": update})
 
 
 def _keep_order(graph: Any, operations: Iterable) -> None:

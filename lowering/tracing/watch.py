@@ -3,7 +3,6 @@
 What is replaced does what it did where no attempt is made.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,30 +37,22 @@ def tracing(branches: Branches) -> Iterator[None]:
 def _instead(do: Callable[..., Any]) -> Replacement:
     """Calls ``do(branches, method, self, ...)`` in the place of a method, while an attempt is made."""
 
-    def replacement(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            branches = _current.get()
-            return original(self, *args, **kwargs) if branches is None else do(branches, original, self, *args, **kwargs)
+    def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        branches = _current.get()
+        return original(*args, **kwargs) if branches is None else do(branches, original, *args, **kwargs)
 
-        return method
-
-    return replacement
+    return method
 
 
 def _before(notice: Callable[..., None]) -> Replacement:
     """Calls ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
 
-    def replacement(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            if (branches := _current.get()) is not None:
-                notice(branches, self, *args, **kwargs)
-            return original(self, *args, **kwargs)
+    def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if (branches := _current.get()) is not None:
+            notice(branches, *args, **kwargs)
+        return original(*args, **kwargs)
 
-        return method
-
-    return replacement
+    return method
 
 
 def install() -> None:

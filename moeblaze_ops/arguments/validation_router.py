@@ -1,8 +1,7 @@
-"""Argument checks that the ops on a router's logits share, and the dtype that they compute in."""
+"""Argument checks that the ops on a router's logits share."""
 
 import math
 
-import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import MAX_EXPERTS, require
@@ -24,8 +23,3 @@ def check_like_logits(op: str, name: str, tensor: Tensor, logits_TE: Tensor) -> 
 def check_scoring(op: str, scoring: str, scale: float) -> None:
     require(scoring in SCORINGS, op, "scoring", f"be one of {', '.join(SCORINGS)}", repr(scoring))
     require(0 < scale < math.inf, op, "scale", "be positive and finite", scale)
-
-
-def wide_dtype(logits_TE: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic and of the weights."""
-    return torch.float64 if logits_TE.dtype == torch.float64 else torch.float32

@@ -117,4 +117,5 @@ def row_parameters(params_EP: Tensor | None, block: RowBlock) -> Tensor | None:
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums, and of all that is computed from router logits."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

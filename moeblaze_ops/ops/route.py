@@ -9,9 +9,10 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.geometry import once
 from moeblaze_ops.arguments.validation import check_shape, require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, TOP_K_BOUNDS, check_route_call
-from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
+from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, not_scriptable
 from moeblaze_ops.cpu.row_pieces import in_pieces
+from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.direct import call
@@ -126,7 +127,7 @@ def check_route_backward(
     require(fits, op, "experts_TK", f"have shape [{logits_TE.shape[0]}, K]", f"shape {list(experts_TK.shape)}")
     require_dtype(experts_TK.dtype in ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
     check_like_logits(op, "experts_TK", experts_TK, logits_TE)
-    wide = wide_dtype(logits_TE)
+    wide = sum_dtype(logits_TE)
     for name, tensor in {"dweights_TK": dweights_TK, "weights_TK": weights_TK}.items():
         check_shape(op, name, tensor, list(experts_TK.shape), " of experts_TK")
         require_dtype(tensor.dtype == wide, op, name, f"be {wide}", tensor.dtype)
@@ -135,7 +136,7 @@ def check_route_backward(
 
 def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
-    return logits_TE.new_empty(shape, dtype=wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
+    return logits_TE.new_empty(shape, dtype=sum_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
 
 
 def _route_cpu(logits_TE, bias_E, top_k, *options) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ def _route_cpu(logits_TE, bias_E, top_k, *options) -> tuple[Tensor, Tensor]:
 
 
 def _choose(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
-    logits_TE = logits_TE.to(wide_dtype(logits_TE))
+    logits_TE = logits_TE.to(sum_dtype(logits_TE))
     choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
     if top_groups < num_groups:
         choice_TE, order_TE = _order_groups_first(choice_TE, scoring, num_groups, top_groups)
@@ -184,7 +185,7 @@ def _route_forward_mode(logits_TE, bias_E, top_k, scoring, renormalize, scale, *
     weights_TK, experts_TK = _route_op(primal_TE, primal_E, top_k, scoring, renormalize, scale, *groups)
     if dlogits_TE is None:
         return weights_TK, experts_TK
-    carried_TK = weights_of(logits_TE.to(wide_dtype(logits_TE)), experts_TK.long(), scoring, renormalize, scale)
+    carried_TK = weights_of(logits_TE.to(sum_dtype(logits_TE)), experts_TK.long(), scoring, renormalize, scale)
     (_, (dweights_TK,)) = parted([carried_TK])
     return carrying(weights_TK, dweights_TK), experts_TK
 
@@ -241,7 +242,7 @@ def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, *options
 
 def _gradient_of_logits(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
     experts_TK = experts_TK.long()
-    wide_TE = logits_TE.to(wide_dtype(logits_TE))
+    wide_TE = logits_TE.to(sum_dtype(logits_TE))
     zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)
     centred_TK = scale * dweights_TK
     if scoring != "sigmoid" or renormalize:

@@ -5,9 +5,10 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
-from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
+from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring
 from moeblaze_ops.arguments.validation_values import ID_DTYPES
 from moeblaze_ops.cpu.row_pieces import in_pieces
+from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
@@ -25,12 +26,12 @@ def _check(op: str, logits_TE: Tensor, experts_TK: Tensor, scoring: str, renorma
 
 
 def _fake(logits_TE, experts_TK, scoring, renormalize, scale) -> Tensor:
-    return logits_TE.new_empty(experts_TK.shape, dtype=wide_dtype(logits_TE))
+    return logits_TE.new_empty(experts_TK.shape, dtype=sum_dtype(logits_TE))
 
 
 def _cpu(logits_TE, experts_TK, scoring, renormalize, scale) -> Tensor:
     def weigh(logits: Tensor, experts: Tensor) -> Tensor:
-        return weights_of(logits.to(wide_dtype(logits)), experts.long(), scoring, renormalize, scale).contiguous()
+        return weights_of(logits.to(sum_dtype(logits)), experts.long(), scoring, renormalize, scale).contiguous()
 
     if not config.batch_invariant:
         return weigh(logits_TE, experts_TK)
@@ -58,7 +59,7 @@ def _forward_mode(logits_TE, experts_TK, *options) -> Tensor:
     weights_TK = route_at(primal_TE, experts_TK, *options)
     if dlogits_TE is None:
         return weights_TK
-    (_, (dweights_TK,)) = parted([weights_of(logits_TE.to(wide_dtype(primal_TE)), experts_TK.long(), *options)])
+    (_, (dweights_TK,)) = parted([weights_of(logits_TE.to(sum_dtype(primal_TE)), experts_TK.long(), *options)])
     return carrying(weights_TK, dweights_TK)
 
 

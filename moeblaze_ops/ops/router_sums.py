@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import check_dispatch, check_shape, require_dtype
-from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, wide_dtype
+from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits
+from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
@@ -30,7 +31,7 @@ def _check_backward(
         check_shape(op, "dlogits_TE", dlogits_TE, list(logits_TE.shape), " (that of logits_TE)")
         require_dtype(dlogits_TE.dtype == logits_TE.dtype, op, "dlogits_TE", f"be {logits_TE.dtype}", dlogits_TE.dtype)
         check_like_logits(op, "dlogits_TE", dlogits_TE, logits_TE)
-    wide = wide_dtype(logits_TE)
+    wide = sum_dtype(logits_TE)
     for name, given, expected in (("dsums_E", dsums_E, [logits_TE.shape[1]]), ("dsquares", dsquares, [])):
         if given is not None:
             check_shape(op, name, given, expected)
@@ -39,12 +40,12 @@ def _check_backward(
 
 
 def _fake(logits_TE, kept_T) -> tuple[Tensor, Tensor]:
-    wide = wide_dtype(logits_TE)
+    wide = sum_dtype(logits_TE)
     return logits_TE.new_empty((logits_TE.shape[1],), dtype=wide), logits_TE.new_empty((), dtype=wide)
 
 
 def _sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide_TE = logits_TE.to(wide_dtype(logits_TE))
+    wide_TE = logits_TE.to(sum_dtype(logits_TE))
     p_TE, squares_T = wide_TE.softmax(-1), wide_TE.logsumexp(-1).square()
     if kept_T is not None:
         p_TE, squares_T = torch.where(kept_T.unsqueeze(1), p_TE, 0), torch.where(kept_T, squares_T, 0)
@@ -72,7 +73,7 @@ def _forward_mode(logits_TE, kept_T) -> tuple[Tensor, Tensor]:
 
 
 def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T, added_TE=None) -> Tensor:
-    wide_TE = logits_TE.to(wide_dtype(logits_TE))
+    wide_TE = logits_TE.to(sum_dtype(logits_TE))
     p_TE = wide_TE.softmax(-1)
     slope_TE = torch.zeros_like(p_TE)
     if dsums_E is not None:

@@ -9,10 +9,6 @@ import torch.distributed as dist
 from tests.batch import rank_cases
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 
 def check(kind: str) -> None:
     """Each rank has other tokens, and other numbers of them; what they give is what they give in one batch of all."""

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from moeblaze_ops.compile import GraphRecord, recording
-from tests.capture.test_branches import D, Layer, T, scratch  # noqa: F401
+from tests.capture.test_branches import D, Layer, T
 from tests.corpus.loops.asserted import ASSERTED, KNOWN, at_most, infer
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def crowded(layer):

@@ -21,11 +21,7 @@ from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 D, F, E, K, T = 8, 16, 4, 2, 6
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 class Layer(nn.Module):

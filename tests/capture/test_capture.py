@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import nn
-from torch._dynamo.utils import counters
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
@@ -26,15 +25,7 @@ NEAR_MISSES = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 class Router(nn.Module):

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_capture import scratch  # noqa: F401
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewrite_of, rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 T, E, K = 6, zoo.E, zoo.K
 RANGES = {"in range": (0, E), "below": (-E, 0), "above": (E, 2 * E)}

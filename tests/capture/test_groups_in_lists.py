@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.capture.test_branches import E, check, scratch  # noqa: F401
+from tests.capture.test_branches import E, check
+
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def groups(self, x, weights, ids):

@@ -8,10 +8,12 @@ import torch
 
 from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
-from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.capture.test_capture import make_layer
 from tests.corpus.loops import hit_elements as elements
 from tests.corpus.loops import stale_hits as stale
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 @pytest.mark.parametrize("combine", (*stale.LAYERS, *elements.LAYERS), ids=lambda f: f.__name__)

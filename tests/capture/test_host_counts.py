@@ -10,12 +10,14 @@ from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering.tracing.branches import Branches
 from moeblaze_ops.lowering.tracing.watch import tracing
 from tests.capture import test_capture as guarded
-from tests.capture.test_capture import check, make_layer, scratch  # noqa: F401
+from tests.capture.test_capture import check, make_layer
 from tests.corpus.loops import handed
 from tests.corpus.loops import split_lookalikes as lookalikes
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 T = guarded.T
 CAPTURED = (*handed.HANDED, *lookalikes.IN_NUMBERS.values())

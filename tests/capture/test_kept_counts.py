@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_capture import scratch  # noqa: F401
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 T, E, D, F = 12, 4, 6, 5
 

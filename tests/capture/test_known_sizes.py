@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_branches import D, E, Layer, T, check, rows, scratch  # noqa: F401
+from tests.capture.test_branches import D, E, Layer, T, check, rows
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def asserts(token, x, few):

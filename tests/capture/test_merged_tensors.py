@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
-from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.capture.test_capture import make_layer
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 def _rounds(self, x, weights, ids, start):

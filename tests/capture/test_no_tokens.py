@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.capture.test_capture import make_layer
 from tests.corpus.loops import guarded, hits
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 @pytest.mark.parametrize("combine", [guarded.if_any, guarded.hit_rows, hits.HITS[0]], ids=lambda f: f.__name__)

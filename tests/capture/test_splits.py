@@ -7,10 +7,12 @@ from torch import nn
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
-from tests.capture.test_capture import assert_one_rewritten_graph, check, make_layer, rewriting_backend, scratch  # noqa: F401
+from tests.capture.test_capture import assert_one_rewritten_graph, check, make_layer, rewriting_backend
 from tests.corpus.loops import split
 from tests.corpus.loops import split_lookalikes as lookalikes
 from tests.corpus.zoo import catalogue as zoo
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 T = guarded.T
 

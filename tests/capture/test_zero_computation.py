@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_capture import scratch, step  # noqa: F401
+from tests.capture.test_capture import step
 from tests.corpus import zero_computation as corpus
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 UNCHOSEN = ((), (0, 3), (1, 4, 6))
 """Experts that no token chooses."""

@@ -15,10 +15,6 @@ from tests.distributed.test_sharded_tokens import compiled, names_in
 from tests.distributed.test_uneven_tokens import Checkpointed, without_router
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 E, D, F = 8, 6, 5
 COUNTS = {2: [(5, 33), (0, 3), (0, 0)], 4: [(5, 33, 0, 1), (0, 0, 7, 0), (0, 0, 0, 0)]}
 

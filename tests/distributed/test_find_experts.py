@@ -1,13 +1,10 @@
 """Which parameters ``shard_experts`` takes for those of experts, and its near misses."""
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_state import TwoLists
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
 def found(model: nn.Module, selection=None) -> dict[str, tuple[str, ...]]:

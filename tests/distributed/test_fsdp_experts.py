@@ -10,10 +10,6 @@ from torch import nn
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 
 class Block(nn.Module):
     def __init__(self, name: str) -> None:

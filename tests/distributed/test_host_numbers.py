@@ -13,10 +13,6 @@ import torch.distributed as dist
 from moeblaze_ops.ops.sharded import host_numbers
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 
 def _turns(way) -> None:
     generators = [random.Random(rank) for rank in range(dist.get_world_size())]

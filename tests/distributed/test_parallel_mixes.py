@@ -12,10 +12,6 @@ from tests.distributed.test_fsdp_experts import NEEDS_A_MESH_FOR_EACH_PARAMETER,
 from tests.distributed.test_shard_experts import layer
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 STAGES = ("stacked_loop", "dense_einsum")
 MICROBATCHES = 2
 

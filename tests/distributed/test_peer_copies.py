@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 D, K, STEPS = 8, 2, 3
 

@@ -1,13 +1,8 @@
 """Random programs of sharded layers: every rank makes the same sequence of collectives, and computes what one process would."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.rank_programs import Outcome, Way, draw, run_programs
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
 
 SEEDS = {2: [0, 1, 9, 12, 13, 15, 16, 274]}
 """As many as a minute allows: ``tests/distributed/rank_programs.py`` runs hundreds."""

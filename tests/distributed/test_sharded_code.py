@@ -23,10 +23,7 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.tools import fakecuda
 from tests.tools.slow_copies import rank_of
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
 T, D, F, E, K, RANKS = 64, 64, 128, 4, 2, 2
 

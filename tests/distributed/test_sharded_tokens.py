@@ -11,10 +11,6 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_shard_experts import LISTED, layer, sharded
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 SPELLINGS = ("masked_sum", "stacked_loop", "dense_bmm", "sorted_transformers", "gpt_oss_loop")
 
 

@@ -18,9 +18,6 @@ from tests.distributed.test_shard_experts import layer
 from tests.tools.ranks import assert_passed, run_checks
 from tests.tools.rewrite_harness import rewriting_backend
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
 
 class Adapted(nn.Module):
     """Frozen experts with an adapter each."""

@@ -15,10 +15,6 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_fsdp_experts import NEEDS_A_MESH_FOR_EACH_PARAMETER
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 
 class TwoLists(nn.Module):
     """A list of up and one of down projections, with biases and an odd width."""

@@ -18,10 +18,6 @@ from tests.distributed.test_sharded_tokens import compiled, names_in
 from tests.tools.ranks import assert_passed, run_checks
 from tests.tools.rewrite_harness import rewriting_backend
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 STEPS = {
     2: [(5, 64), (64, 5), (0, 1), (5, 0), (0, 0)],
     4: [(0, 1, 5, 64), (64, 5, 1, 0), (0, 0, 0, 5)],

@@ -2,14 +2,9 @@
 
 import os
 
-import pytest
 import torch.distributed as dist
 
 from tests.tools.ranks import run_checks
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
 
 
 def check_that_passes() -> None:

@@ -16,10 +16,6 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.tools.ranks import start_ranks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 PROCESSES = 2
 BUCKET_BYTES = 1 << 10
 """Less than one projection of one expert has."""

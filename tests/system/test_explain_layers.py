@@ -35,13 +35,7 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    moeblaze_ops.disable()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def test_prompt_shows_the_text_once(tmp_path):

@@ -13,18 +13,10 @@ from moeblaze_ops import compile as switch
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
 
 T = 24
 OPS = ["route", "dispatch", "expert_up", "expert_down"]
-
-
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    switch.disable()
 
 
 def ops_of(program: torch.export.ExportedProgram) -> list[str]:

@@ -32,12 +32,7 @@ class Stacked(nn.Module):
         return out
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def with_an_idle_expert(make):

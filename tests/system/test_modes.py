@@ -18,14 +18,7 @@ COMBINES = (zoo.masked_sum, zoo.loop_mixtral)
 T = 24
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    switch.disable()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 class Block(nn.Module):

@@ -16,14 +16,7 @@ from moeblaze_ops.lowering.torch_internals import frames
 from moeblaze_ops.verify import Verification
 from tests.corpus.zoo.blocks import Blocks, Dense, Guarded
 
-
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    moeblaze_ops.disable()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

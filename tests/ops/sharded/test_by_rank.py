@@ -4,9 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 D, F, E, K, STEPS = 6, 10, 8, 3, 2
 CASES = {

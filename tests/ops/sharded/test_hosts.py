@@ -19,10 +19,6 @@ from tests.distributed import test_all_to_all as one_host
 from tests.ops.sharded.two_hosts import fork_ranks, run_on_two_hosts, two_hosts_are_possible
 from tests.tools.ranks import assert_passed, run_checks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
 
 def on_two_hosts(check, *args, **settings) -> None:
     """Run a check in a group whose ranks learned that each half of them has a host of its own."""

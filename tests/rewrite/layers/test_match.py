@@ -12,14 +12,7 @@ from tests.corpus.changed_matches import certified_without_proofs
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
-
-@pytest.fixture(autouse=True)
-def _fp64():
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 @pytest.mark.parametrize("name", lookalikes.LOOKALIKES)

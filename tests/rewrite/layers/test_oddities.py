@@ -12,15 +12,7 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import compiled, rewriting_backend, rewritten_in
 
 T = 10
-
-
-@pytest.fixture(autouse=True)
-def _fp64():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 class Thrice(torch.autograd.Function):

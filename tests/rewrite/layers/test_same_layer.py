@@ -10,14 +10,7 @@ from tests.corpus import lookalikes
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
-
-@pytest.fixture(autouse=True)
-def _fp64():
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 def masked() -> nn.Module:

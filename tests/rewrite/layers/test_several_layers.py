@@ -13,15 +13,7 @@ from tests.corpus.zoo.modules import D, ModuleListMoE
 from tests.tools.rewrite_harness import check_against_eager
 
 STREAMS = 2
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("scratch", "fp64")
 
 
 def balanced(scores: Tensor, steps: int) -> Tensor:

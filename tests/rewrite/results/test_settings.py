@@ -8,7 +8,6 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from moeblaze_ops import compile as switch
-from moeblaze_ops import config
 from tests.corpus.loops import guarded, split
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
@@ -21,12 +20,7 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def scratch(monkeypatch):
-    monkeypatch.setattr(config, "strict", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 def tokens(seed=0, num_tokens=T):

@@ -5,16 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
 
 @pytest.fixture(autouse=True)
-def _seed(monkeypatch):
+def _seed():
     torch.manual_seed(0)
-    monkeypatch.setattr(config, "strict", True)
 
 
 def sorted_by(offsets_of) -> nn.Module:

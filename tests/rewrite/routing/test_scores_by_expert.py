@@ -75,17 +75,7 @@ class Layer(nn.Module):
         return out.view(x_BSD.shape)
 
 
-@pytest.fixture(autouse=True)
-def scratch():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def fp64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("scratch")
 
 
 @pytest.mark.usefixtures("fp64")

@@ -19,13 +19,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def fp64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 SPELLINGS = [("linear", False), ("linear", True), ("transposed", False), ("transposed", True), ("packed", True)]
 spellings = pytest.mark.parametrize(("storage", "bias"), SPELLINGS, ids=lambda value: str(value))
 
