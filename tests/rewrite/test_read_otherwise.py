@@ -51,7 +51,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-EXPERTS = (zoo.GluMLP, zoo.PlainMLP, lambda: zoo.PlainMLP(lambda h: h * h.tanh()))
+EXPERTS = (zoo.GluMLP, zoo.PlainMLP, lambda: zoo.PlainMLP(lambda h: h * h.tanh()), lambda: zoo.GluMLP(torch.sin))
 
 
 def _others_lost(terms, is_expert):
