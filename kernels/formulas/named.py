@@ -67,6 +67,16 @@ def name_of(root: Node, *, double: bool = False) -> str:
     return _named(double).get(_unordered(root, double)) or to_text(root)
 
 
+def is_formula_of(activation: str, root: Node, *, double: bool) -> bool:
+    """True if a name or a text is that of a formula: its numbers are read as ``name_of`` reads them.
+
+    Raises:
+        ValueError: it is no activation.
+    """
+    key = _unordered(root, double)
+    return key == _unordered(formula_of(activation), double) or _named(double).get(key) == activation
+
+
 @cache
 def _named(double: bool) -> dict[int, str]:
     return {_unordered(parse(text), double): name for name, text in (*NAMED.items(), *_BY_HAND.items())}

@@ -71,6 +71,12 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         sizes = enumerate(value.shape)
         return tuple(self.algebra.var(axis, size, "r") if size != 1 else self.algebra.zero for axis, size in sizes)
 
+    def of_token(self, value: Value) -> tuple[Indices, Expr]:
+        """Indices of any token, and any feature, of a value ``[..., D]``."""
+        *sizes, width = value.shape
+        tokens = tuple(self.algebra.zero if n == 1 else self.algebra.var(i, n, "t") for i, n in enumerate(sizes))
+        return tokens, self.algebra.var(len(sizes), width, "d")
+
     def try_element(self, value: Value, indices: Indices | None = None) -> Expr | None:
         """The element at ``indices``, or any; None where it is another formula for each number that an index may be."""
         try:

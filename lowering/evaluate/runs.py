@@ -4,12 +4,13 @@ A loop over experts that keeps a list of the rows of each and of their outputs, 
 of an expert in one run. How long a run is only the data tell, so that it starts at a symbolic row.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, lower_bound
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
@@ -32,7 +33,7 @@ class RunRules:
         for x, start in zip(xs, self._starts_of(value), strict=True):
             if isinstance(start, int) or start == offset:
                 local = self.algebra.linear(-start, [(1, at)])
-                if lower_bound(local) >= 0 and self.algebra.fits(local, x.shape[dim]):
+                if self.algebra.fits(local, x.shape[dim]):
                     return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
         size = xs[0].shape[dim]
         if isinstance(size, int) and size > 1 and all(x.shape == xs[0].shape for x in xs):  # E parts of C rows: E x C rows
@@ -79,10 +80,7 @@ class RunRules:
             return None
         (key,) = keys
         bound = self.algebra.extent(key)
-        size = 1
-        for n in sizes[0]:
-            size = size * n
-        return size if isinstance(bound, int) and bound <= len(sizes) else None
+        return math.prod(sizes[0]) if isinstance(bound, int) and bound <= len(sizes) else None
 
     def reordered(self, x: Value, own: "Indices", depth: int) -> Expr | None:
         """The element of ``x`` at the row that ``own`` has of a concatenation of all rows: a sum over its runs."""

@@ -390,11 +390,8 @@ def counts_of(view: GraphView, ids: Value, num: Size) -> Value:
     """How many ids each of the first numbers is."""
     ids = _exact_integers(ids)
     classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
-    total = 1
-    for s in ids.shape:
-        total = total * s
-    flat = reshaped(view, ids, (total,))
-    column = reshaped(view, flat, (total, 1))
+    total = math.prod(ids.shape)
+    column = reshaped(view, ids, (total, 1))
     hits = view.make("pointwise", "eq", (column, classes), (), shape=(total, num), dtype=torch.bool)
     return view.make("sum", hits, (0,), False, shape=(num,), dtype=torch.int64)
 

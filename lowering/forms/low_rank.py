@@ -10,22 +10,31 @@ weight's own is a product with such a sum: ``x W + s (x A) B = x (W + s A B)``.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from moeblaze_ops.lowering.forms.factors import is_given, is_low_rank, is_scale, look_into
+from moeblaze_ops.lowering.forms.sums_of_products import without_casts
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import same_shape, same_size
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
-    """What ``a + b`` is where one is a weight, or a product with one, and the other one its low-rank addition."""
+Joined: TypeAlias = tuple[Value, list[Value]]
+"""A sum as one value, and what it is made of."""
+
+
+def low_rank_sum(view: GraphView, a: Value, b: Value) -> Joined | None:
+    """What ``a + b`` is where one is a weight, or a product with one, and the other one its low-rank addition.
+
+    Whether it is that is for `sums_of_products` to say.
+    """
     for left, right in ((a, b), (b, a)):
         if not same_shape(left.shape, right.shape):
             continue
         if is_given(left) and is_low_rank(right) and not is_low_rank(left):
             look_into(right)
-            return view.make("low_rank", left, right)
+            return view.make("low_rank", left, right), [left, right]
         if (joined := _joined(view, left, right)) is not None:
             return joined
     return None
@@ -36,36 +45,37 @@ def _is_number(value: Value) -> bool:
     return is_scale(value) and all(size == 1 for size in value.shape)
 
 
-def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:
+def _joined(view: GraphView, product: Value, addition: Value) -> Joined | None:
     """``x W + s (x A) B`` as the product of x and ``W + s A B``; a bias that was added to the first stays outside."""
     numbers, second = _without_numbers(addition)
     joined_products = {"contract": _joined_products, "grouped_mm": _joined_groups}.get(second.op)
     if joined_products is None:
         return None
-    if (first := _without_casts(product)).op == second.op:
+    if (first := without_casts(product)).op == second.op:
         return joined_products(view, first, numbers, second)
     if product.op != "pointwise" or product.args[0] != "add" or len(product.args[1]) != 2:
         return None
     for inner, bias in (product.args[1], product.args[1][::-1]):
-        first = _without_casts(inner)
+        first = without_casts(inner)
         fits = inner.shape == product.shape and first.op == second.op
         if fits and (joined := joined_products(view, first, numbers, second)) is not None:
-            return view.make("pointwise", "add", (joined, bias), ())
+            return view.make("pointwise", "add", (joined[0], bias), ()), [*joined[1], bias]
     return None
 
 
-def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:
+def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Joined | None:
     for x, w, lx, lw in _sides(product):
         for u, b, lu, lb in _sides(second):
-            first = _without_casts(u)
+            first = without_casts(u)
             if first.op != "contract" or not (is_given(w) and is_given(b)):
                 continue
             for other, a, lo, la in _sides(first):
-                if _without_casts(other) is not _without_casts(x) or not is_given(a):
+                if without_casts(other) is not without_casts(x) or not is_given(a):
                     continue
                 labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
                 if labels is not None and _fits(w, lw, (a, b), labels):
-                    return _times_sum(view, product, x, lx, lw, _scaled(view, numbers, w, (a, b), labels, lw))
+                    total = _scaled(view, numbers, w, (a, b), labels, lw)
+                    return _times_sum(view, product, x, lx, lw, total), [x, w, a, b, *numbers]
     return None
 
 
@@ -97,17 +107,18 @@ def _fits(w: Value, lw: str, factors: Sequence[Value], labels: Sequence[str]) ->
     return all(same_size(size, 1) or same_size(size, sizes[letter]) for letter, size in axes if letter in sizes)
 
 
-def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:
+def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Joined | None:
     rows, w, ends = product.args
     u, b, ends_b = second.args
-    first = _without_casts(u)
+    first = without_casts(u)
     if first.op != "grouped_mm" or not (ends is ends_b is first.args[2]):
         return None
     other, a, _ = first.args
-    if _without_casts(other) is not _without_casts(rows) or not all(map(is_given, (w, a, b))):
+    if without_casts(other) is not without_casts(rows) or not all(map(is_given, (w, a, b))):
         return None
     total = _scaled(view, numbers, w, (a, b), ("eir", "ero"), "eio")
-    return view.make("grouped_mm", rows, total, ends, shape=product.shape, dtype=product.dtype)
+    joined = view.make("grouped_mm", rows, total, ends, shape=product.shape, dtype=product.dtype)
+    return joined, [rows, w, a, b, *numbers]
 
 
 def _scaled(view: GraphView, numbers: Sequence[Value], w: Value, xs: tuple[Value, ...], labels: tuple, out: str) -> Value:
@@ -128,17 +139,11 @@ def _sides(product: Value) -> list[tuple[Value, Value, str, str]]:
     return [] if len(xs) != 2 else [(*xs, *labels), (*xs[::-1], *labels[::-1])]
 
 
-def _without_casts(value: Value) -> Value:
-    while value.op == "cast" and value.args[0].dtype.is_floating_point:
-        value = value.args[0]
-    return value
-
-
 def _without_numbers(value: Value) -> tuple[list[Value], Value]:
     """The numbers that a value is multiplied by, and the rest."""
     numbers: list[Value] = []
     while True:
-        value = _without_casts(value)
+        value = without_casts(value)
         factors = value.args[1] if value.op == "pointwise" and value.args[0] == "mul" else ()
         rest = [x for x in factors if not _is_number(x)]
         if len(rest) != 1 or len(rest) == len(factors):

@@ -12,6 +12,7 @@ import torch
 
 from moeblaze_ops.kernels.formulas.derivative import CLAMPS_MOVE_AT_BOUNDS
 from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
+from moeblaze_ops.lowering.forms.sums_of_products import adds_up
 from moeblaze_ops.lowering.forms.symbolic_floats import changing
 from moeblaze_ops.lowering.forms.views import (
     axis,
@@ -45,8 +46,8 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     dtype = output_dtype(view)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
-    if name == "add" and (total := low_rank_sum(view, *xs)) is not None:
-        return total
+    if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
+        return joined[0]
     return view.make("pointwise", name, xs, params)
 
 

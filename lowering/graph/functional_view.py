@@ -241,6 +241,10 @@ class GraphView:
         """What ``node`` holds when it is first computed (for a writing node: what it wrote)."""
         return self._history[node][0][1]
 
+    def result(self, node: fx.Node) -> Any:
+        """What ``node`` gives, or leaves in the tensor that it writes."""
+        return self.value_at(self.writes.get(node, node), self.position[node])
+
     def all_writes(self) -> list[tuple[fx.Node, fx.Node]]:
         """Every writing node with each of the nodes that it writes, in graph order."""
         return list(self._all_writes)

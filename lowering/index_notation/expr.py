@@ -23,7 +23,6 @@ Kinds (``Expr.kind``) and their ``args``:
     distinct (leaf value-expression, var)       1; records that `expr` must differ for different `var`
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -87,16 +86,6 @@ def _children(e: Expr) -> Iterable[Expr]:
     if kind in (*BINDERS, "distinct"):
         return args[1:]
     return args if kind in ("add", "mul", "eq") else [arg for arg in args if isinstance(arg, Expr)]
-
-
-def lower_bound(e: Expr) -> float:
-    """A lower bound of an index expression whose atoms are not negative."""
-    if e.kind == "const":
-        return e.args[0]
-    if e.kind == "linear":
-        known = isinstance(e.args[0], int) and all(isinstance(c, int) and c >= 0 for c, _ in e.args[1])
-        return e.args[0] if known else -math.inf
-    return 0
 
 
 def factors_of(e: Expr) -> tuple[Expr, ...]:

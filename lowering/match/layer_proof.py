@@ -58,7 +58,7 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
     with_kept_apart,
     without_input_mask,
 )
-from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
+from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
@@ -85,8 +85,8 @@ def _keeps_shape(node: fx.Node) -> bool:
 class Candidate:
     """A value that may be the output of a layer, completed by ``root``: its element at ``tokens`` and ``feature`` is a sum.
 
-    ``terms`` are its experts, which ``chosen`` counts, and ``others`` the other terms of the sum; ``added``, as they were read,
-    are experts without projections. ``base`` is what the sum starts from.
+    ``terms`` are its experts, which ``chosen`` counts; ``added``, as they were read, are experts without projections. ``base`` is
+    what the sum starts from.
     """
 
     root: fx.Node
@@ -94,7 +94,6 @@ class Candidate:
     tokens: tuple[Expr, ...]
     feature: Expr
     terms: Sequence[Expr]
-    others: Sequence[Expr]
     chosen: Counter
     base: fx.Node | None
     added: Sequence[ZeroComputationTerm]
@@ -235,9 +234,10 @@ class _Proof:
         changed = written_before_backward(self.view, root, of_weights)
         prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", min(changed, default=None))
         bounds, E = self._bounds(routed), stored.num_experts
+        reading = Reading(self.evaluator, self.formulas, tuple(zip(candidate.terms, experts, strict=True)))
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
         return MoEMatch(
-            root=root, reading=self._reading(experts), region=region, x=x, experts=routed.ids, weights=weights,
+            root=root, reading=reading, region=region, x=x, experts=routed.ids, weights=weights,
             scales=scales, weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed),
@@ -248,14 +248,6 @@ class _Proof:
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,
             subscripts=selects, copied=written_before_backward(self.view, root, read),
         )  # fmt: skip
-
-    def _reading(self, experts: Sequence[ExpertTerm]) -> Reading:
-        candidate = self.candidate
-        others = tuple(part for term in candidate.others for part in products_of(self.algebra, term, self.feature))
-        terms = tuple(zip(candidate.terms, experts, strict=True))
-        return Reading(
-            self.evaluator, self.formulas, terms, others, candidate.tokens, candidate.value.shape[:-1], self.feature
-        )
 
     def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
         """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""

@@ -10,7 +10,7 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
+from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.find_scored import Named
@@ -25,18 +25,11 @@ from moeblaze_ops.lowering.match.zero_computation import ZeroComputation
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read as a layer: the terms of the sum that its root has at ``tokens``, among tokens of ``sizes``, and ``feature``.
-
-    ``experts`` have projections, each with what it was read as; ``others`` have none.
-    """
+    """How a layer was read: terms of a sum, each with the expert that it was read as. Nothing of it is believed."""
 
     evaluator: Evaluator
     formulas: Formulas
     experts: tuple[tuple[Expr, ExpertTerm], ...]
-    others: tuple[Expr, ...]
-    tokens: Indices
-    sizes: tuple[Size, ...]
-    feature: Expr
 
 
 @dataclass(frozen=True)

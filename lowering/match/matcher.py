@@ -20,7 +20,8 @@ from moeblaze_ops.lowering.graph.dependencies import dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
-from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, Indices, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.distribution import terms_of
+from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusal, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
@@ -42,6 +43,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import (
     made_by,
     read_expert,
 )
+from moeblaze_ops.lowering.match.terms.sums import sums_of_experts
 from moeblaze_ops.lowering.match.zero_computation import is_routed, read_terms
 
 _COMBINES = frozenset((
@@ -182,7 +184,7 @@ class Matcher:
         return known
 
     def _experts_of(self, value: Value | None) -> Counter:
-        return Counter() if value is None else self._experts(self._terms(value), self._indices(value)[1])
+        return Counter() if value is None else self._experts(self._terms(value), self._evaluator.of_token(value)[1])
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         return self._chosen((t for t in terms if self._is_expert(t, feature) or is_scored_term(t, feature)), feature)
@@ -200,7 +202,7 @@ class Matcher:
         value = self._result(root)
         if value is None:
             return None
-        tokens, feature = self._indices(value)
+        tokens, feature = self._evaluator.of_token(value)
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
@@ -231,7 +233,7 @@ class Matcher:
             odd = next((term for term in others if not is_routed(term, feature)), None)
             prove(odd is None, Reason.OTHER_TERMS, _added(odd, feature))
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
-            candidate = Candidate(root, value, tokens, feature, own, others, self._chosen(own, feature), base, added)
+            candidate = Candidate(root, value, tokens, feature, own, self._chosen(own, feature), base, added)
             return prove_layer(self.view, self._evaluator, self._formulas, candidate, self._refusal)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
@@ -297,22 +299,15 @@ class Matcher:
         return found
 
     def _result(self, root: fx.Node) -> Value | None:
-        target = self.view.writes.get(root, root)
-        value = self.view.value_at(target, self.view.position[root])
+        value = self.view.result(root)
         fits = isinstance(value, Value) and len(value.shape) >= 2 and value.dtype.is_floating_point
         return value if fits else None
 
-    def _indices(self, value: Value) -> tuple[tuple[Expr, ...], Expr]:
-        """A symbolic token and feature."""
-        *sizes, width = value.shape
-        tokens = tuple(self._algebra.zero if n == 1 else self._algebra.var(i, n, "t") for i, n in enumerate(sizes))
-        return tokens, self._algebra.var(len(sizes), width, "d")
-
     def _terms(self, value: Value) -> tuple[Expr, ...]:
-        tokens, feature = self._indices(value)
+        tokens, feature = self._evaluator.of_token(value)
         try:
             element = self._evaluator.element(value, (*tokens, feature))
-            terms = tuple(islice(self._distributed(element), MAX_OPERANDS + 1))
+            terms = tuple(islice(terms_of(self._algebra, element, sums_of_experts), MAX_OPERANDS + 1))
         except (Unroll, TooLarge):
             return ()
         if len(terms) > MAX_OPERANDS:
@@ -324,30 +319,6 @@ class Matcher:
             return terms
         others = [term for term in terms if term not in (*experts, *biases)]
         return self._algebra.add(*experts, *biases), *others
-
-    def _distributed(self, e: Expr) -> Iterator[Expr]:
-        """Terms of a sum; what is around a sum of several experts is multiplied out, or summed term by term."""
-        if e.kind == "add":
-            for term in e.args:
-                yield from self._distributed(term)
-        elif e.kind == "sum" and _sums_experts(e):
-            var, body = self._algebra.open(e)
-            for term in self._distributed(body):
-                yield self._algebra.sum(var, term)
-        elif (
-            e.kind == "mul"
-            and len(inner := [f for f in e.args if _sums_experts(f)]) == 1
-            and (terms := list(self._distributed(inner[0]))) != inner
-        ):
-            others = [f for f in e.args if f is not inner[0]]
-            for term in terms:
-                yield from self._distributed(self._algebra.mul(term, *others))
-        elif e.kind == "mul" and e.has_dot and (choices := next(filter(_adds_choices, e.args), None)) is not None:
-            others = [f for f in e.args if f is not choices]
-            for term in choices.args:
-                yield from self._distributed(self._algebra.mul(term, *others))
-        else:
-            yield e
 
     def _is_expert(self, term: Expr, feature: Expr) -> bool:
         known = self._expert_terms.get(term)
@@ -380,18 +351,6 @@ class Matcher:
         if known is None:
             known = self._choices[term, feature] = chosen_by(term, feature)
         return known
-
-
-def _sums_experts(e: Expr) -> bool:
-    if e.kind == "sum" and e.args[0].args[2] == "r":
-        body = e.args[1]
-        return any(_sums_experts(f) or _adds_choices(f) for f in factors_of(body))
-    return e.kind == "add" and sum(term.has_dot for term in e.args) > 1
-
-
-def _adds_choices(e: Expr) -> bool:
-    """A score as the sum of those of single slots."""
-    return e.kind == "add" and not e.has_dot and all(map(holds_comparison, e.args))
 
 
 def _may_combine(node: fx.Node) -> bool:

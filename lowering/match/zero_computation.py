@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
+from moeblaze_ops.lowering.index_notation.distribution import terms_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import holds_comparison, made_by
 from moeblaze_ops.lowering.match.terms.routing_term import Routing, read_compared
+from moeblaze_ops.lowering.match.terms.sums import sums_of_vectors
 
 _NO_PROJECTIONS = "an expert without projections"
 _OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor one vector"
@@ -53,7 +55,7 @@ def is_routed(term: Expr, feature: Expr) -> bool:
 
 def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) -> Iterator[ZeroComputationTerm]:
     """What ``term`` adds to a result of ``dtype``, each product of a vector and a routing on its own."""
-    for product in products_of(algebra, _unrounded(algebra, term, feature, dtype), feature):
+    for product in terms_of(algebra, _unrounded(algebra, term, feature, dtype), sums_of_vectors(feature)):
         vectors = [f for f in factors_of(product) if feature in f.free]
         shared = [f for f in factors_of(product) if feature not in f.free and f.kind != "const"]
         numbers = [f.args[0] for f in factors_of(product) if f.kind == "const"]
@@ -73,21 +75,6 @@ def _of_rows(product: Expr) -> str:
         if row is not None and row.kind == "var" and row.args[2] == "r":
             return f"{_NO_PROJECTIONS} multiplies by {made_by(leaf, leaf)} of selected rows, not of all tokens"
     return ""
-
-
-def products_of(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
-    """The terms of ``e`` with sums of vectors multiplied out."""
-    if e.kind == "add" and feature in e.free:
-        for term in e.args:
-            yield from products_of(algebra, term, feature)
-        return
-    sums = [f for f in e.args if f.kind == "add" and feature in f.free] if e.kind == "mul" else []
-    if not sums:
-        yield e
-        return
-    others = [f for f in e.args if f is not sums[0]]
-    for term in sums[0].args:
-        yield from products_of(algebra, algebra.mul(term, *others), feature)
 
 
 def _unrounded(algebra: Algebra, e: Expr, feature: Expr, dtype: torch.dtype) -> Expr:

@@ -62,7 +62,8 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
             if number == places or (element is not None and _is_known(evaluator, element, end)):
                 continue
             made = _source(value)
-            ids = made.node if view.value_at(made.node, view.position[node]) is made else index
+            holds = view.writes.get(made.node, made.node)  # what a node writes, that itself gives nothing: ids[0] = ids[1]
+            ids = holds if view.value_at(holds, view.position[node]) is made else index
             found.setdefault((name in _WRITES_AT, made, end), CheckedIds(node, name, ids, end))
     return list(found.values())
 

@@ -14,6 +14,7 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
+from moeblaze_ops.lowering.index_notation.distribution import terms_of
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.terms.activation import is_changing
@@ -59,7 +60,7 @@ class LayerForm:
                 return algebra.const(e.args[0].args[0].present)
             case "leaf" if e.args[0].op == "low_rank":
                 base, added = (self._evaluator.element(part, e.args[1], 1) for part in e.args[0].args)
-                return self._sum([self.of(base), *self._terms(self.of(added))])
+                return self._sum([self.of(base), *terms_of(algebra, self.of(added), _sums)])
             case "leaf":
                 return self._subscripted(e)
             case "cast" if e.args[0] == torch.bool and all(map(_stops_gradient, factors_of(e.args[1]))):
@@ -94,14 +95,6 @@ class LayerForm:
         if any(number != common for number in numbers.values()):
             return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))
         return algebra.mul(algebra.const(common), algebra.add(*numbers))
-
-    def _terms(self, e: Expr) -> list[Expr]:
-        """The terms of a sum, or of a multiple of one."""
-        sums = [f for f in factors_of(e) if f.kind == "add"]
-        if len(sums) != 1:
-            return [e]
-        rest = [f for f in factors_of(e) if f is not sums[0]]
-        return [self._algebra.mul(term, *rest) for term in sums[0].args]
 
     def _product(self, factors: list[Expr]) -> Expr:
         """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.
@@ -173,6 +166,10 @@ class LayerForm:
             return False
         (var, hit), (slot, body) = self._algebra.open(mask), self._algebra.open(other)
         return self._algebra.substitute(hit, {var: slot}) in factors_of(body)
+
+
+def _sums(e: Expr) -> list[Expr]:
+    return [f for f in factors_of(e) if f.kind == "add"]
 
 
 def _stops_gradient(e: Expr) -> bool:

@@ -168,6 +168,24 @@ def test_error_for_ids_that_a_router_computes(combine, name):
     assert rewritten_in(records) or combine is not by_one_hot or name in LINEAR
 
 
+@pytest.mark.parametrize("first", [-1, E], ids=["the_last_row", "no_expert"])
+@pytest.mark.parametrize("combine", [by_one_hot, by_scatter_add])
+def test_ids_are_asserted_as_they_are_written(combine, first):
+    """What writes a row gives no tensor itself: that in which it writes is read."""
+    torch.manual_seed(0)
+    layer, router, x = Layer(combine), nn.Linear(zoo.D, E), torch.randn(T, zoo.D)
+
+    def routed(x):
+        weights, ids = router(x).detach().softmax(-1).topk(K, -1)  # backward of topk would read the ids
+        ids[0] = ids[first] if first < 0 else first
+        return layer(x, weights, ids)
+
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = _outcome(torch.compile(routed, backend=backend), x)
+    torch.testing.assert_close(actual, _outcome(routed, x))
+    assert rewritten_in(records)
+
+
 def test_nothing_is_asserted_of_sorted_rows():
     backend = rewrite_of(zoo.stacked("sorted_index_add"), torch.randn(T, zoo.D))
     assert backend.rewritten and "_assert_async" not in backend.operators()

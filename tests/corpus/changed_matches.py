@@ -83,8 +83,9 @@ def _mutants(match: MoEMatch, formulas) -> Iterator[tuple[str, MoEMatch]]:
             yield f"{name} lost", replace(match, **{name: () if name == "b_up" else None})
     if match.activation in ACTIVATIONS:
         other = ACTIVATIONS[match.activation]
-        formulas._read[other] = {formulas._algebra.call("tanh", (e,)): None for e in formulas.spellings(match.activation)}
-        yield "another activation", replace(match, activation=other)
+        for what, read in (("another activation", lambda e: formulas._algebra.call("tanh", (e,))), ("another name", lambda e: e)):
+            formulas._read[other] = {read(e): None for e in formulas.spellings(match.activation)}
+            yield what, replace(match, activation=other)
 
 
 def certified_without_proofs(gm: fx.GraphModule) -> list[str]:

@@ -19,7 +19,7 @@ from moeblaze_ops.kernels.formulas.text import check_root
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.match.terms.pointwise_formula import to_formula
+from moeblaze_ops.lowering.match.terms.pointwise_formula import NoFormulaError, to_formula
 
 _SYMBOLS = {1: UNGATED_SYMBOLS, 2: GATED_SYMBOLS}
 
@@ -86,7 +86,10 @@ class Formulas:
         learned = dict(zip(parameters, map(symbol, PARAMETER_SYMBOLS), strict=False))
         found: tuple[Node, tuple[Expr, ...]] | None = None
         for order in permutations(halves):
-            root = to_formula(activation, dict(zip(order, map(symbol, names), strict=True)) | learned)
+            try:
+                root = to_formula(activation, dict(zip(order, map(symbol, names), strict=True)) | learned)
+            except NoFormulaError as error:
+                raise ValueError(_instead(*error.args)) from None
             if found is None or _is_linear(root, names[-1]):
                 found = root, order
         root, order = found
@@ -110,6 +113,23 @@ def without_gradient(activation: str) -> frozenset[str]:
     """
     root = formula_of(activation)
     return frozenset(name for name in symbols_of(root) if derivative(root, symbol(name)) is ZERO)
+
+
+_KINDS = {
+    "leaf": "it reads another tensor, of tokens or of features",
+    "var": "it depends on which expert or which feature it is",
+    "sum": "it mixes features or rows",
+}
+
+
+def _instead(e: Expr) -> str:
+    """What an expression does that no formula does."""
+    if e.kind == "cast":
+        return f"it casts to {e.args[0]}"
+    if e.kind == "leaf" and e.args[0].op in ("opaque", "output"):
+        target = e.args[0].node.target
+        return f"it reads what '{getattr(target, '__name__', target)}' gives, which is no function of formulas"
+    return _KINDS.get(e.kind, f"'{e.kind}' is no pointwise function")
 
 
 def _is_linear(root: Node, name: str) -> bool:
