@@ -138,7 +138,7 @@ class IndexingRules:
             return [self.element(tensors[i], (index,), depth) for i in keyed], body
 
         at, sizes = indices[: len(keyed)], value.shape
-        runs = self.runs(tensors[0]) if added is None else [(0, rows)]
+        runs = self.runs(tensors[0], part) if added is None else [(0, rows)]
         return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
 
     def _inverts(self, value: Value, index: Value, stored: Value) -> bool:
@@ -157,7 +157,7 @@ class IndexingRules:
             at = (*indices[:dim], row, *indices[dim + 1 :])
             return [self.element(index, at, depth)], self.element(source, at, depth)
 
-        runs = [(0, index.shape[dim])] if dim else self.runs(index)
+        runs = [(0, index.shape[dim])] if dim else self.runs(index, source)
         return self._stored(value, indices, runs, row_at, (indices[dim],), value.shape[dim:], depth)
 
     def _stored(

@@ -115,13 +115,17 @@ def with_kept_apart(algebra: Algebra, routing: Routing) -> Routing:
     return replace(routing, weights=weights, kept=algebra.mul(*keeping), score=algebra.mul(*weights))
 
 
-def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:
+def read_scored(
+    algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr, *, named: bool
+) -> tuple[ExpertTerm, Routing] | None:
     """An expert that no id is compared with: its score is the whole product beside it, summed over all but the experts.
 
-    Where a factor says that a place of the expert has the token, the expert's input is that token.
+    Where a factor says that a place of the expert has the token, the expert's input is that token; where the expert names its
+    tokens so (``named``) ids may be compared with it, too.
     """
     factors = expert.routing
-    if expert.scale or any(_names(f, index) or _is_of_rows(f) for f in factors):
+    names = named and any(f.kind == "sum" and tokens in f.free and f.args[1].kind == "eq" for f in factors)
+    if expert.scale or any((_names(f, index) and not names) or _is_of_rows(f) for f in factors):
         return None
     places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
