@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -441,7 +441,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return e
         numbers = [f for f in e.args if f.kind == "const"]
         others = [f for f in e.args if f.kind != "const"]
-        kept = [f for f in others if f.kind not in IDEMPOTENT and f.free.isdisjoint(features)] or [
+        kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
             f for f in others if not f.free.isdisjoint(features)
         ]
         if not numbers or not kept:

@@ -15,7 +15,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.index_notation.normal_form import Algebra, may_be_negative
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra, exact_quotient, may_be_negative
 
 
 class IndexingRules:
@@ -55,6 +55,8 @@ class IndexingRules:
 
             w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
         """
+        if never_negative(index, dict.fromkeys(subexpressions(index, self._counts_its_own), 1)):
+            return False
         least, terms = index.args if index.kind == "linear" else (0, ((1, index),))
         if index.kind == "const":
             least, terms = index.args[0], ()
@@ -136,7 +138,7 @@ class IndexingRules:
             return [self.element(tensors[i], (index,), depth) for i in keyed], body
 
         at, sizes = indices[: len(keyed)], value.shape
-        runs = self.runs(tensors[0]) if added is None else [(0, rows)]
+        runs = self.runs(tensors[0], part) if added is None else [(0, rows)]
         return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
 
     def _inverts(self, value: Value, index: Value, stored: Value) -> bool:
@@ -155,7 +157,7 @@ class IndexingRules:
             at = (*indices[:dim], row, *indices[dim + 1 :])
             return [self.element(index, at, depth)], self.element(source, at, depth)
 
-        runs = [(0, index.shape[dim])] if dim else self.runs(index)
+        runs = [(0, index.shape[dim])] if dim else self.runs(index, source)
         return self._stored(value, indices, runs, row_at, (indices[dim],), value.shape[dim:], depth)
 
     def _stored(
@@ -255,7 +257,7 @@ class IndexingRules:
     def _most_of_one_key(self, row: Expr, key: Expr) -> Size:
         """An upper bound of how many rows have the same key: one of each token, where its slots differ."""
         slot = next(iter(subexpressions(key, lambda e: e.kind in ("div", "mod") and e.args[0] is row)), None)
-        if slot is None or (tokens := _ratio(row.args[1], slot.args[1])) is None:
+        if slot is None or (tokens := exact_quotient(row.args[1], slot.args[1])) is None:
             return row.args[1]
         token = self.algebra.fresh((key,), tokens)
         of_token = self.algebra.fresh((key, token), slot.args[1])
@@ -364,7 +366,7 @@ class IndexingRules:
         if row.kind != "var" or not (permuted or slot is row):
             return None
         fresh, free = self.algebra.zero, []
-        per_token = _ratio(row.args[1], size) if key.kind == "mod" else size
+        per_token = exact_quotient(row.args[1], size) if key.kind == "mod" else size
         if per_token is None or not same_size(count * per_token, row.args[1]):
             return None  # some index would get no row, or fewer
         if per_token != 1:
@@ -475,12 +477,3 @@ def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bo
         key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
         for key, size in zip(keys, sizes, strict=False)
     )
-
-
-def _ratio(total: Size, part: Size) -> int | None:
-    if isinstance(total, int) and isinstance(part, int):
-        return total // part if total % part == 0 else None
-    for candidate in range(1, 65):
-        if same_size(total, candidate * part):
-            return candidate
-    return None

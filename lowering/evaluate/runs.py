@@ -47,10 +47,12 @@ class RunRules:
             self._starts[joined] = tuple(accumulate((x.shape[dim] for x in xs[:-1]), initial=0))
         return self._starts[joined]
 
-    def runs(self, index: Value) -> list[tuple[Size, Size]]:
-        """Where the runs of ``index``'s rows start and how long they are, one run if it is no concatenation."""
+    def runs(self, index: Value, stored: Value) -> list[tuple[Size, Size]]:
+        """Where the runs of ``index``'s rows start and how long they are, or those of what is stored; else one run of all."""
         rows = index.shape[0]
-        joined = next((v for v in _behind(index) if v.op == "cat" and v.args[1] == 0 and same_size(v.shape[0], rows)), None)
+        of_index, of_stored = ([v for v in _behind(of) if v.op == "cat" and v.args[1] == 0] for of in (index, stored))
+        of_stored = [v for v in of_stored if len({x.shape[0] for x in v.args[0]}) == 1]  # as of E parts of C rows
+        joined = next((v for v in (*of_index, *of_stored) if same_size(v.shape[0], rows)), None)
         runs = [(start, x.shape[0]) for start, x in zip(self._starts_of(joined), joined.args[0], strict=True)] if joined else []
         # A single row at a symbolic place has no index variable that its place could be told from.
         return runs if runs and all(isinstance(start, int) or size != 1 for start, size in runs) else [(0, rows)]
@@ -89,7 +91,7 @@ class RunRules:
         joined, index = own[0].args
         count = self.partitioned(joined)
         total = []
-        for start, size in self.runs(joined):
+        for start, size in self.runs(joined, joined):
             row = self.algebra.fresh((index, *own[1:]), size)
             at = self.algebra.linear(start, [(1, row)])
             body = self.element(x, (at, *own[1:]), depth)

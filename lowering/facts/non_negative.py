@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of
 
@@ -18,9 +18,9 @@ _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
 _VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
 
 
-def never_negative(ids: Expr) -> bool:
+def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
     """Whether ids that the graph computes are from 0 on; what it is given, or an operator without a form gives, is trusted."""
-    return _least(ids) >= 0
+    return _least(ids, floors) >= 0
 
 
 def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
@@ -29,7 +29,7 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         return max(floors[e], _least(e))
     if e.kind == "const":
         return e.args[0]
-    if e.kind in _PLACES or _is_flag(e):
+    if e.kind in _PLACES or is_indicator(e):
         return 0
     if e.kind == "leaf":
         return 0 if _is_trusted(e.args[0]) else -math.inf
@@ -40,7 +40,7 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
     if e.kind == "add":
         return sum(_least(term, floors) for term in e.args)
     if e.kind == "mul":
-        return _least_product(e.args)
+        return _least_product(e.args, floors)
     if e.kind == "linear":
         known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
         return e.args[0] + sum(c * _least(atom, floors) for c, atom in e.args[1]) if known else -math.inf
@@ -83,16 +83,12 @@ def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
     return {atom: end for atom, first, end in told if first == -math.inf and len(factors) == 1}
 
 
-def _is_flag(e: Expr) -> bool:
-    return e.kind in IDEMPOTENT or is_indicator(e)
-
-
-def _least_product(factors: tuple[Expr, ...]) -> float:
+def _least_product(factors: tuple[Expr, ...], floors: Floors) -> float:
     number = math.prod(f.args[0] for f in factors if f.kind == "const")
     others = [f for f in factors if f.kind != "const"]
     if number >= 0:
-        return 0 if all(_least(f) >= 0 for f in others) else -math.inf
-    return number if all(map(_is_flag, others)) else -math.inf
+        return 0 if all(_least(f, floors) >= 0 for f in others) else -math.inf
+    return number if all(map(is_indicator, others)) else -math.inf
 
 
 def _is_trusted(value: Value) -> bool:

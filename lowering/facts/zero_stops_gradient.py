@@ -8,7 +8,7 @@ included. Hence a mask of the weights that are not zero can go where it is multi
 import torch
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, IDEMPOTENT, Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -57,7 +57,7 @@ def _is_positive_or_mask(e: Expr) -> bool:
     if e.kind == "const":
         return e.args[0] > 0
     divides = e.kind == "call" and e.args[0] == "reciprocal" and _is_not_negative(*e.args[1])
-    return e.kind in IDEMPOTENT or is_indicator(e) or divides
+    return is_indicator(e) or divides
 
 
 def _is_not_negative(e: Expr) -> bool:

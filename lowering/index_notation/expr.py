@@ -28,9 +28,6 @@ from typing import Any, TypeAlias
 
 Indices: TypeAlias = tuple["Expr", ...]
 
-IDEMPOTENT = ("eq", "any", "distinct")
-"""Kinds whose values are 0 and 1: they equal their squares."""
-
 CHOSEN = "chosen"
 """The function that is 1 where a weight is not zero, made by `fading.chosen`: the weight times it is the weight."""
 

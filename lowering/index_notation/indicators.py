@@ -12,7 +12,7 @@ def is_count(e: Expr) -> bool:
     """Built from comparisons by sums and products only: a small integer whatever its dtype."""
     if e.kind in ("sum", "prefix"):
         return is_count(e.args[1])
-    return is_indicator(e) or e.kind == "distinct" or (e.kind == "mul" and all(map(is_count, e.args)))
+    return is_indicator(e) or (e.kind == "mul" and all(map(is_count, e.args)))
 
 
 LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.int16: 2**15 - 1}
@@ -33,13 +33,25 @@ def most_counted(count: Expr) -> Size:
     return math.prod(map(most_counted, count.args)) if count.kind == "mul" else 1
 
 
-_MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
-"""Functions whose values are 0 and 1."""
+_ORDERS = frozenset(("lt", "le", "gt", "ge"))
+
+
+def is_order(e: Expr) -> bool:
+    """True if ``e`` says which of two numbers is less."""
+    return e.kind == "call" and e.args[0] in _ORDERS
+
+
+def is_below(mark: Expr, number: Expr, bound: object) -> bool:
+    """True if a mark says that an integer is below a bound."""
+    if not is_order(mark) or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
+        return False
+    limit = mark.args[1][1]
+    return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
 
 
 def is_indicator(e: Expr) -> bool:
     """True if ``e`` is 0 or 1, as a comparison is, or 1 - comparison."""
-    marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
+    marks = e.kind in ("eq", "any", "distinct") or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
     marks = marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
     return marks or (e.kind == "add" and _is_complement(*e.args))

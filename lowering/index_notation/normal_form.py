@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +14,6 @@ from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
     DETACH,
-    IDEMPOTENT,
     MAX_OPERANDS,
     SCALED,
     Expr,
@@ -23,7 +22,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     leaves_of,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
@@ -85,7 +84,7 @@ class Algebra:
             bound = None if args[1] == 0 else self.extent(args[0])
             if isinstance(bound, int) and isinstance(args[1], int):
                 return -(-bound // args[1])
-            return None if bound is None else _exact_quotient(bound, args[1])
+            return None if bound is None else exact_quotient(bound, args[1])
         if kind == "nonzero":
             return args[3]
         if kind == "inverse":
@@ -158,7 +157,7 @@ class Algebra:
         whole: list[tuple[Size, Expr]] = []
         rest: list[tuple[Size, Expr]] = []
         for coefficient, atom in terms:
-            quotient = _exact_quotient(coefficient, size)
+            quotient = exact_quotient(coefficient, size)
             if quotient is None:
                 rest.append((coefficient, atom))
             else:
@@ -226,7 +225,7 @@ class Algebra:
             else:
                 parts = [self.scaled(own, self.mul(*parts))]
             for part in parts:
-                if part not in flat or not (part.kind in IDEMPOTENT or is_indicator(part)):
+                if part not in flat or not is_indicator(part):
                     flat.append(part)
         if constant == 0:
             return self.zero
@@ -235,11 +234,35 @@ class Algebra:
             if self.zero in flat:
                 return self.zero
         flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
+        marks = {f for f in flat if is_order(f) and not is_bound(f)}
+        if marks and (known := [self._compared_beside(f, marks) for f in flat]) != flat:
+            return self.mul(self.const(constant), *known)
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
             return self.one
         return flat[0] if len(flat) == 1 else self._intern("mul", *sorted(flat, key=lambda f: f.uid))
+
+    def _compared_beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
+        """``e`` with what it compares as it is beside marks: [p < C] [where(p < C, p, 0) = c] = [p < C] [p = c]."""
+        known: dict[Expr, Expr] = {}
+
+        def visit(e: Expr) -> Expr:
+            if e not in known:
+                known[e] = self.beside(e, marks) if e.kind == "eq" else self._rebuild(e, visit)
+            return known[e]
+
+        return visit(e)
+
+    def beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
+        """``e`` where all marks are 1: of p.clamp(max=C - 1), p * (p < C) and torch.where(p < C, p, 0) it is p."""
+        e = self.substitute(e, dict.fromkeys(marks, self.one))
+        known: dict[Expr, Expr] = {}
+        for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp" and s.args[2][1] is not None):
+            (number,), (lower, upper) = clamp.args[1:]
+            if (number.kind == "linear" or _is_whole(number)) and any(is_below(mark, number, upper + 1) for mark in marks):
+                known[clamp] = number if lower is None else self.call("clamp", (number,), lower, None)
+        return self.substitute(e, known)
 
     def _intersected(self, factors: Iterable[Expr]) -> list[Expr]:
         """Factors of which no two say between which numbers one integer lies."""
@@ -344,7 +367,7 @@ class Algebra:
         if len(sizes) != 1 and not (sizes and all(isinstance(n, int) for n in sizes)):
             return None
         size = min(sizes)
-        wholes = {n: _exact_quotient(n, size) if size != 0 else None for n in (*sizes, var.args[1])}
+        wholes = {n: exact_quotient(n, size) if size != 0 else None for n in (*sizes, var.args[1])}
         if None in wholes.values():
             return None
         outer = self.fresh((body,), wholes[var.args[1]])
@@ -418,6 +441,8 @@ class Algebra:
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
+        if name == "where" and args[0] is self.one:
+            return args[1]
         return self._intern("call", name, args, params)
 
     def scaled(self, number: float, e: Expr) -> Expr:
@@ -523,7 +548,7 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
         raise TooLarge
 
 
-def _exact_quotient(number: Size, size: Size) -> Size | None:
+def exact_quotient(number: Size, size: Size) -> Size | None:
     """``number / size`` where that is known to be whole."""
     if isinstance(number, int) and isinstance(size, int):
         return number // size if number % size == 0 else None

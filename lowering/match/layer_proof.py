@@ -259,33 +259,44 @@ class _Proof:
     def _routed(self, experts: list[ExpertTerm]) -> _Routed:
         scored = [self._scored_routing(expert) for expert in experts]
         if all(scored):
-            experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]
-            routings, found = find_scored(self.algebra, self.finder, given)
-            order, numbers = expert_order(routings)
-            top_k = routings[0].ids.args[1]
-            return _Routed(
-                experts, routings, order, numbers, None, found.weights, found.masks, top_k, named=found.named, scored=True
-            )
-        routings = [self._routing(expert) for expert in experts]
+            return self._routed_by_scores(scored)
         try:
-            return self._routed_by_ids(experts, routings)
+            return self._routed_by_ids(experts, [self._routing(expert) for expert in experts])
+        except Declined:
+            scored = [self._scored_routing(expert, named=True) for expert in experts]
+            if not all(scored):
+                raise
+        return self._routed_by_scores(scored)
+
+    def _routed_by_scores(self, scored: Sequence[tuple[ExpertTerm, Routing]]) -> _Routed:
+        experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]
+        routings, found = find_scored(self.algebra, self.finder, given)
+        order, numbers = expert_order(routings)
+        top_k = routings[0].ids.args[1]
+        return _Routed(
+            experts, routings, order, numbers, None, found.weights, found.masks, top_k, named=found.named, scored=True
+        )
+
+    def _routed_by_ids(self, experts: list[ExpertTerm], routings: list[Routing]) -> _Routed:
+        try:
+            return self._routed_as(experts, routings)
         except Declined:
             apart = [with_kept_apart(self.algebra, routing) for routing in routings]
             if apart == routings:
                 raise
-        return self._routed_by_ids(experts, apart)
+        return self._routed_as(experts, apart)
 
-    def _routed_by_ids(self, experts: list[ExpertTerm], routings: list[Routing]) -> _Routed:
+    def _routed_as(self, experts: list[ExpertTerm], routings: list[Routing]) -> _Routed:
         order, numbers = expert_order(routings)
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k, scales = find_scaled_routing(self.algebra, self.finder, routings, depth)
         kept = find_kept(self.algebra, self.finder, routings, ids)
         return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept)
 
-    def _scored_routing(self, expert: ExpertTerm) -> tuple[ExpertTerm, Routing] | None:
+    def _scored_routing(self, expert: ExpertTerm, *, named: bool = False) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(self.algebra, expert, self.feature)
         by_number = index is None or index in expert.binders
-        return read_scored(self.algebra, expert, index, self.finder.token) if by_number else None
+        return read_scored(self.algebra, expert, index, self.finder.token, named=named) if by_number else None
 
     def _routing(self, expert: ExpertTerm) -> Routing:
         index = expert_index(self.algebra, expert, self.feature)

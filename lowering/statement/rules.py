@@ -16,7 +16,7 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
 from moeblaze_ops.lowering.match.terms.activation import is_changing
 
 _LEVEL = 150
@@ -115,7 +115,7 @@ class LayerForm:
                     rest = (g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args)
                     if (less := algebra.mul(*rest)) is not whole:
                         return self.of(less)
-        for mask in subexpressions(whole, self._is_mask):
+        for mask in subexpressions(whole, lambda e: self._is_mask(e) or is_order(e)):
             beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
             if beside:
                 rest = (g if g in beside else algebra.substitute(g, {mask: algebra.one}) for g in whole.args)

@@ -76,6 +76,11 @@ def test_formulas_are_what_operators_give(line):
             assert not list(wrong_elements(names["run"], x, y, scores, ids)), call
 
 
+PLACES = (
+    "e = ids.flatten() % 4; c = F.one_hot(e, 4); at = ((c.cumsum(0) - 1) * c).sum(-1); kept = at < 2; m = kept[:, None]; "
+    "rows = x[torch.arange(10) // 2]; "
+    "put = lambda p, rows, C=2: x.new_zeros(4, C, 6).index_put((e, p), rows, accumulate=True); "
+)
 WRITES = """
 out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
 out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
@@ -85,6 +90,15 @@ m = ids[:, 0] == 1; out = torch.stack([x, y]); out[1, m] = x[m]; out[ids[:2, 0] 
 m = ids[:, 0] == 1; out = torch.stack([x, y]) * m[:, None]; rows = out[0, m]; out[0, m] = y[m]; return out, rows
 m = ids > 1; t, k = m.nonzero(as_tuple=True); return m[t.flip(0), k], m[t, k]
 m = ids > 1; out = x.new_zeros(5, 2, 2); out[m, 0] = y[:, :2][m]; return out
+{places} p = torch.where(kept, at, 0); b = put(p, rows * m); return b[e, p] * m, b
+{places} p = at * kept; b = put(p, rows * m); return b[e, p] * 2 * m, b[e, p]
+{places} p = at.clamp(max=1); b = put(p, rows * m); return b[e, p] * m, b[e, 1 - p]
+{places} p = at.clamp(0, 1); b = put(p, rows * m); return b[e, p] * m, b[e, p * 0]
+{places} p = at.clamp(max=1); m = (at <= 2)[:, None]; return put(p, rows * m)[e, p] * m
+{places} p = at.clamp(max=2); b = put(p, rows * m, 3); return b[e, p] * m, b[e, p] * (at < 3)[:, None]
+{places} p = (at // 2).clamp(max=1); return put(p, rows * m)[e, p] * m
+{places} p = torch.where(kept, at, 0); return put(p, rows)[e, p] * m
+s = x[:, 0] * 3; c = s.clamp(max=1) == s; return c * (s < 2), (s < 2) * (torch.where(s < 2, s, 0) == s.clamp(max=1))
 flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
 """
 
@@ -92,7 +106,7 @@ flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; re
 @pytest.mark.parametrize("line", WRITES.strip().splitlines())
 def test_formulas_are_what_is_left_after_writes(line):
     torch.manual_seed(0)
-    names = {"torch": torch}
-    exec(f"def run(x, y, ids):\n    {line}", names)
+    names = {"torch": torch, "F": F}
+    exec(f"def run(x, y, ids):\n    {line.format(places=PLACES)}", names)
     x, y = (torch.randn(T, 6, dtype=torch.float64) for _ in range(2))
     assert not list(wrong_elements(names["run"], x, y, torch.randint(0, E, (T, K))))

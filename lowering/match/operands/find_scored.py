@@ -80,6 +80,7 @@ class _Name:
 def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
     """A score as that of the places of an expert that have the token; a single place needs no sum."""
     sums = [f for f in factors_of(score) if f.kind == "sum" and f.args[0].args[2] == "r" and token.free <= f.free]
+    sums.sort(key=is_indicator)  # what was stored is held for all tokens
     for whole in (*sums, score):
         place, body = algebra.open(whole) if whole in sums else (algebra.zero, whole)
         brackets = [f for f in factors_of(body) if f.kind == "eq" and token in f.args]

@@ -13,7 +13,7 @@ from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -359,8 +359,8 @@ def _unscaled(
     not ``movable`` out of a sum with a bias.
     """
     inverse = algebra.var(-4, 0, "r")
-    once = [s for s in scale if s.kind in IDEMPOTENT]
-    scaling = [inverse, *(s for s in scale if s.kind not in IDEMPOTENT)]  # one of them twice where it is squared
+    once = [s for s in scale if is_indicator(s)]
+    scaling = [inverse, *(s for s in scale if s not in once)]  # one of them twice where it is squared
 
     def cancel(e: Expr) -> Expr:
         if e.kind == "mul":

@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
@@ -192,7 +192,9 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     known, chosen = (dict([placed.expert]), algebra.eq(*placed.expert)) if placed.expert else ({}, None)
     marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
     number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
-    number = _under(algebra, number, marks)
+    number = algebra.beside(number, marks)
+    if number.kind == "call" and number.args[::2] == ("clamp", (0, None)):
+        (number,) = number.args[1]  # no less, as the count of a slot itself
     position, slot = _running_count(algebra, number), placed.slot
     if position is not None and position.hit is not None:  # it is no less than zero where a slot of the token has the expert
         if slot is not None or algebra.call("ge", (number, algebra.zero)) not in marks:
@@ -207,37 +209,7 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
         below = algebra.call("lt", (number, most))
         return replace(position, always=frozenset(f for f in placed.all_factors if algebra.substitute(f, known) is below))
     few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
-    return position if has_room or few or any(_is_below(mark, number, places) for mark in marks) else None
-
-
-def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:
-    """A number where all marks are 1."""
-    while True:
-        if position.kind == "mul":
-            factors = [f for f in position.args if f not in marks]
-            if len(factors) == len(position.args):
-                return position
-            position = algebra.mul(*factors)
-        elif position.kind == "call" and position.args[0] == "where" and position.args[1][0] in marks:
-            position = position.args[1][1]
-        elif position.kind == "call" and position.args[0] == "clamp" and _clamps_nothing(position, marks):
-            (position,) = position.args[1]
-        else:
-            return position
-
-
-def _clamps_nothing(clamped: Expr, marks: set[Expr]) -> bool:
-    (number,), (lower, upper) = clamped.args[1:]
-    below = upper is None or any(_is_below(mark, number, upper + 1) for mark in marks)
-    return below and (lower is None or lower <= 0)
-
-
-def _is_below(mark: Expr, number: Expr, bound: object) -> bool:
-    """Whether a mark says that an integer is below a bound."""
-    if mark.kind != "call" or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
-        return False
-    limit = mark.args[1][1]
-    return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
+    return position if has_room or few or any(is_below(mark, number, places) for mark in marks) else None
 
 
 def _is_of_few(algebra: Algebra, mark: Expr, row: Expr, places: object) -> bool:

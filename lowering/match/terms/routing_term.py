@@ -9,7 +9,7 @@ import torch
 from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
@@ -115,13 +115,17 @@ def with_kept_apart(algebra: Algebra, routing: Routing) -> Routing:
     return replace(routing, weights=weights, kept=algebra.mul(*keeping), score=algebra.mul(*weights))
 
 
-def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:
+def read_scored(
+    algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr, *, named: bool
+) -> tuple[ExpertTerm, Routing] | None:
     """An expert that no id is compared with: its score is the whole product beside it, summed over all but the experts.
 
-    Where a factor says that a place of the expert has the token, the expert's input is that token.
+    Where a factor says that a place of the expert has the token, the expert's input is that token; where the expert names its
+    tokens so (``named``) ids may be compared with it, too.
     """
     factors = expert.routing
-    if expert.scale or any(_names(f, index) or _is_of_rows(f) for f in factors):
+    names = named and any(f.kind == "sum" and tokens in f.free and f.args[1].kind == "eq" for f in factors)
+    if expert.scale or any((_names(f, index) and not names) or _is_of_rows(f) for f in factors):
         return None
     places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
@@ -151,12 +155,14 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
     Or where the output is, as that of an expert without biases is for a token of zeros; a mask has no other numbers than 0
     and 1 there, while elsewhere its ids are proven to differ.
     """
+    biased = not is_zero_at_zero(expert.activation) or any(p.bias is not None for p in (*expert.up, expert.down))
+    if expert.scale and all(is_order(mark) and (mark in expert.routing or not biased) for mark in expert.scale):
+        return replace(expert, routing=(*expert.routing, *(m for m in expert.scale if m not in expert.routing)), scale=())
     index = expert_index(algebra, expert, feature) if expert.routing and expert.scale else None
     masked = any(map(_compares, expert.scale)) and index in (None, *expert.binders)
     if not expert.routing or not masked:
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
-    biased = not is_zero_at_zero(expert.activation) or any(p.bias is not None for p in (*expert.up, expert.down))
     if mask.weights or mask.kept is not None or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
         return expert
     return replace(expert, routing=(*expert.routing, *expert.scale), scale=())

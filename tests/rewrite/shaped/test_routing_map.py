@@ -90,3 +90,48 @@ NEAR_MISSES = (in_groups_of_other_experts, in_the_order_of_tokens, of_other_ids,
 def test_groups_that_are_not_those_of_the_map_stay(spelling):
     backend = rewrite_of(zoo.StackedMoE(spelling, "split"), torch.randn(10, zoo.D))
     assert not backend.rewritten and backend.reasons == ["SAME_PERMUTATION"]
+
+
+# As many rows for every expert.
+
+PLACES = 4
+
+
+def in_padded_groups(self, x, weights, ids):
+    """Megatron's padded capacity: a token that did not choose the expert, and fills a place, has the weight zero."""
+    scores = _maps(self, weights, ids)[1]
+    best = torch.topk(scores, k=PLACES, dim=0, sorted=False).indices
+    taken = torch.zeros_like(scores).scatter(0, best, 1).bool()
+    token = taken.T.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :PLACES].reshape(-1)
+    place = torch.arange(self.E).unsqueeze(1) * x.shape[0] + token.view(self.E, PLACES)
+    kept = (scores * taken).T.reshape(-1).index_select(0, place.view(-1))
+    groups = x[token].split(PLACES)
+    y = [F.silu(rows @ self.w1[e]) * (rows @ self.w3[e]) @ self.w2[e] for e, rows in enumerate(groups)]
+    return torch.zeros_like(x).index_add(0, token, torch.cat(y) * kept.unsqueeze(1))
+
+
+_PADDED = {
+    "of_other_tokens": ("groups = x[token]", "groups = x[token.flip(0)]"),
+    "written_to_other_tokens": ("index_add(0, token,", "index_add(0, token.roll(1),"),
+    "weights_of_another_expert": ("kept.unsqueeze(1)", "kept.roll(1).unsqueeze(1)"),
+    "groups_of_other_lengths": (".split(PLACES)", ".split([PLACES + 1, PLACES - 1, PLACES, PLACES])"),
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(10, 2), (10, 1), (PLACES, 4)])
+def test_padded_groups(fp64, num_tokens, top_k):
+    layer = zoo.StackedMoE(in_padded_groups, "split", K=top_k)
+    (found,) = check_against_eager(layer, torch.randn(num_tokens, zoo.D)).rewritten
+    assert found.K == zoo.E
+
+
+def test_padded_groups_in_bf16():
+    layer = zoo.StackedMoE(in_padded_groups, "split").to(torch.bfloat16)
+    assert check_against_eager(layer, torch.randn(10, zoo.D).bfloat16(), tolerance=2**-4).rewritten
+
+
+@pytest.mark.parametrize("name", _PADDED)
+def test_padded_groups_of_something_else_stay(fp64, name):
+    layer = zoo.StackedMoE(changed(in_padded_groups, _PADDED[name], name=name), "split")
+    backend = check_against_eager(layer, torch.randn(10, zoo.D))
+    assert not backend.rewritten
