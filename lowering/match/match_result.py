@@ -96,7 +96,7 @@ class Decline:
     ids: frozenset[Value] = field(default_factory=frozenset)
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
-    has_experts: bool = True  # whether any term of its sum is an expert with two projections
+    has_experts: bool = True  # whether any term of its sum is an expert with a projection of its own
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -33,8 +33,10 @@ from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
+    ONE_PROJECTION,
     columns,
     describe_last,
+    has_one_projection,
     holds_comparison,
     is_chosen_bias,
     is_expert_term,
@@ -221,8 +223,9 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            detail = describe_last(masked[0], feature)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=False)
+            detail = describe_last(masked, feature)
+            single = has_one_projection(masked, feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=single)
         others = list((Counter(terms) - Counter(experts)).elements())
         try:
             written = fake_of(self.view.writes.get(root, root))
@@ -240,6 +243,8 @@ class Matcher:
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+            if declined.reason is Reason.NOT_TWO_PROJECTIONS and has_one_projection(experts, feature):
+                return replace(decline, detail=ONE_PROJECTION)
         if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
             return decline
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)

@@ -78,13 +78,13 @@ def is_fewer(part: Counter, whole: Counter) -> bool:
 
 
 def is_sum_of(whole: Counter, layers: Sequence[Counter], *, scores: bool = True) -> bool:
-    """Whether all experts of ``whole`` may be those of the layers; without ``scores`` those are left out that scores choose.
+    """Whether all experts of ``whole`` may be those of the layers; without ``scores`` only those count that ids choose.
 
         sum over s of gate(h)[s] * h[s], where h = layer(x) + mix @ x           the layer, and a gate's terms: hyper-connections
     """
     known = values_of(chosen for layer in layers for chosen in layer)
     if not scores and all(chosen.numbers <= known for chosen in whole):
-        whole = Counter({chosen: count for chosen, count in whole.items() if chosen.numbers == chosen.ids}) or whole
+        whole = Counter({chosen: n for chosen, n in whole.items() if chosen.ids and chosen.numbers == chosen.ids}) or whole
     enough = 0 < whole.total() <= sum(layer.total() for layer in layers)
     return enough and all(chosen.ids and chosen.ids <= known for chosen in whole)
 

@@ -15,7 +15,7 @@ if transformers.__version__ != DATA["transformers"]:
     pytest.skip(f"the survey is of transformers {DATA['transformers']}", allow_module_level=True)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "jetmoe", "mistral4", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "gpt_oss", "jetmoe", "mistral4", "qwen3_moe"])
 def test_the_table_is_what_explain_says(name):
     found = survey.outcome(survey.families()[name])
     assert {"sizes": survey.published_sizes(name), **found} == DATA["families"][name]

@@ -5,7 +5,7 @@ how much of it a token gets and is left to `routing_term`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,10 @@ class ExpertTerm:
     feature_in: Expr  # the variable of D inside the up projection
     parameters: tuple[Expr, ...] = ()  # what the activation reads as p0, p1 and so on
     dropout: tuple[float, float] = (0, 0)  # how likely an element is dropped: of the activation, of the output
+
+
+ONE_PROJECTION = "experts of one projection each, without an activation, which no operator computes"
+_ONE_FEATURE = "experts of one feature each (F = 1), whose slots are summed as features are"
 
 
 def _undropped(e: Expr) -> tuple[Expr, float]:
@@ -130,6 +134,12 @@ def _chooses(weight: Expr, binders: set[Expr]) -> bool:
     return False
 
 
+def _chooses_by(width: Expr, weight: Expr) -> bool:
+    """True if data that ``width`` is a subscript of choose a weight: up[ids[t, f]], down[ids[t, f]]."""
+    indices = (index for leaf in subexpressions(weight, lambda s: s.kind == "leaf") for index in leaf.args[1])
+    return any(width in leaf.free for index in indices for leaf in subexpressions(index, lambda s: s.kind == "leaf"))
+
+
 def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr) -> ExpertTerm:
     binders: list[Expr] = []
     routing: list[Expr] = []
@@ -149,6 +159,7 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     width, body = algebra.open(down_sum)
     weights = [f for f in factors_of(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
+    prove(not _chooses_by(width, weights[0]), Reason.NOT_TWO_PROJECTIONS, _ONE_FEATURE)
     parts = [(f, *_undropped(f)) for f in factors_of(body) if feature not in f.free]
     alone = sum(width in f.free for f, *_ in parts) == 1  # F.dropout(F.silu(gate)) * up drops another function
     between = max((p for *_, p in parts), default=0) if alone else 0
@@ -186,16 +197,32 @@ def describe(e: Expr, feature: Expr) -> str:
     return f"{made_by(e, feature)} where a projection is expected"
 
 
-def describe_last(e: Expr, feature: Expr) -> str:
-    """What stands before the last projection of a term, of which nothing else is known; in its place if there is none.
+def describe_last(terms: Sequence[Expr], feature: Expr) -> str:
+    """What stands before the last projections of terms, of which nothing else is known; in its place if there is none.
 
         F.rms_norm(F.silu(x @ up), (F,)) @ down             'rms_norm'
     """
+    if has_one_projection(terms, feature):
+        return ONE_PROJECTION
+    for width, inner in _projected(terms[0], feature):
+        return f"{made_by(inner, width)} where a pointwise function of a projection is expected"
+    return describe(terms[0], feature)
+
+
+def has_one_projection(terms: Sequence[Expr], feature: Expr) -> bool:
+    """True if several experts project one vector each, the same for all: what it is made of is no expert's.
+
+        out + experts[e].weight @ h * share(e)              whatever ``h`` was projected from
+    """
+    projected = {frozenset(_projected(term, feature)) for term in terms}
+    return len(terms) > 1 and len(projected) == 1 and projected != {frozenset()}
+
+
+def _projected(e: Expr, feature: Expr) -> list[tuple[Expr, Expr]]:
+    """What the last projections of a term are of, with the variables of their sums."""
     lasts = subexpressions(e, lambda s: s.kind == "sum" and s.args[0].args[2] == "d" and feature in s.free, over=feature)
-    for width, body in (last.args for last in lasts):
-        for inner in (f for f in factors_of(body) if width in f.free and feature not in f.free):
-            return f"{made_by(inner, width)} where a pointwise function of a projection is expected"
-    return describe(e, feature)
+    inner = ((width, f) for width, body in (last.args for last in lasts) for f in factors_of(body) if feature not in f.free)
+    return [(width, f) for width, f in inner if width in f.free]
 
 
 def made_by(e: Expr, feature: Expr) -> str:

@@ -206,10 +206,13 @@ def _inside(comparison: Expr) -> Iterator[Expr]:
 def _keeps(factor: Expr, ids: Expr) -> bool:
     """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only.
 
-    What is said of the expert that a slot has, whichever it is, is a part of the weight of the slot.
+    What is said of the expert that a slot has, whichever it is, or of what its id is made of, is part of the slot's weight.
+
+        ids = chosen.masked_fill(chosen == E, 0), weights = scores.masked_fill(chosen == E, 0)          those of (chosen != E)
     """
     compares = next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
-    return is_indicator(factor) and compares and next(iter(subexpressions(factor, lambda e: e is ids)), None) is None
+    made_of = {ids, *subexpressions(ids, lambda e: e.kind == "leaf")}
+    return is_indicator(factor) and compares and next(iter(subexpressions(factor, made_of.__contains__)), None) is None
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:

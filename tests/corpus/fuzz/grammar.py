@@ -14,6 +14,8 @@ SHAPES = ((5,), (7,), (12,), (1,), (2, 3), (3, 4), (2,), (3,), (8,))  # as many 
 DTYPES = ("float64", "float64", "float32", "float32", "float32", "bfloat16")
 
 
+_BY_NUMBER = ("dense", "guarded", "masked", "select", "slots", "stored", "stored_over")
+"""Families that compare ids with the numbers of experts."""
 _MASK = "torch.zeros_like(probs).scatter(-1, ids, 1.0)"
 
 
@@ -43,7 +45,7 @@ def draw(rng: random.Random) -> Layer:
     router = _router(layer, rng)
     stops = [[]] * 6 + [["weights = (weights * 1.5).detach()"], ["x = (x * 0.5).detach()"]]
     stopped = random.Random("".join(router)).choice(stops)  # of a sequence of its own: seeds keep the rest of their programs
-    layer.body = [*before, *router, *stopped, *FAMILIES[family](layer, rng), *after]
+    layer.body = [*before, *router, *stopped, *_skipped(layer, router), *FAMILIES[family](layer, rng), *after]
     if layer.shape != (1,) and random.Random("".join(layer.body)).random() < 0.2:
         layer.body = [re.sub(r"^scores = .*", "scores = logits.softmax(-1).to(weights.dtype)", line) for line in layer.body]
     if layer.out == "O":
@@ -51,6 +53,13 @@ def draw(rng: random.Random) -> Layer:
     if rng.random() < 0.25:
         take_parts(layer, rng)
     return layer
+
+
+def _skipped(layer: Layer, router: list[str]) -> list[str]:
+    """Who chose the last expert goes to the first one with a weight of zero, in a few layers of one slot: ids would repeat."""
+    if layer.K > 1 or layer.family not in _BY_NUMBER or random.Random("skipped" + "".join(router)).random() > 0.25:
+        return []
+    return ["skipped = ids == E - 1", "weights, ids = weights.masked_fill(skipped, 0.0), ids.masked_fill(skipped, 0)"]
 
 
 def _declare(layer: Layer, rng: random.Random) -> None:

@@ -52,6 +52,52 @@ def test_a_function_of_selected_rows(name, function):
     assert f"an expert reads '{name}' of the rows that it selects; compute it of all tokens first" in layer.detail
 
 
+def _one_projection(self, x, weights, ids):
+    shares = [(weights * (ids == e)).sum(-1, keepdim=True) for e in range(self.E)]
+    return sum(x @ self.w1[e, :, : zoo.D] * share for e, share in enumerate(shares))
+
+
+def _normed(self, x, weights, ids):
+    shares = [(weights * (ids == e)).sum(-1, keepdim=True) for e in range(self.E)]
+    return sum(F.rms_norm(F.silu(x @ self.w1[e]), (zoo.FF,)) @ self.w2[e] * share for e, share in enumerate(shares))
+
+
+def test_experts_of_one_projection_are_told_so_wherever_they_stand():
+    """What a block's tokens are made of, another layer of two projections or of one, makes no difference."""
+    odd, whole = zoo.StackedMoE(_one_projection, "split"), zoo.stacked("dense_bmm")
+    stack = torch.nn.ModuleList([odd, whole, odd, odd])
+
+    def run(x):
+        for layer in stack:
+            x = x + layer(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        return x
+
+    report = rewrite_of(run, torch.randn(10, zoo.D))
+    assert len(report.rewritten) == 1
+    left = [layer for layer in report.candidates if layer.reason]
+    assert [layer.reason for layer in left] == ["NOT_TWO_PROJECTIONS"] * 3
+    words = "experts of one projection each, without an activation, which no operator computes"
+    assert {layer.detail for layer in left} == {words}
+
+
+def test_experts_with_a_norm_are_not_experts_of_one_projection():
+    (layer,) = rewrite_of(zoo.StackedMoE(_normed, "split"), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "NOT_TWO_PROJECTIONS"
+    assert layer.detail == "'rms_norm' where a pointwise function of a projection is expected"
+
+
+def test_experts_of_one_feature_are_not_the_features_of_one_expert():
+    """As Doge and PEER have them: experts are two rows of embeddings each, and the sum over slots is that over features."""
+
+    def of_one_feature(x, up, down, gate):
+        weights, ids = (x @ gate).softmax(-1).topk(3, -1)
+        hidden = torch.matmul(up[ids], x.unsqueeze(-1)).squeeze(-1)
+        return torch.matmul((F.silu(hidden) * weights).unsqueeze(1), down[ids]).squeeze(1)
+
+    (layer,) = rewrite_of(of_one_feature, *map(torch.randn, [(10, 6), (8, 6), (8, 6), (6, 8)])).candidates
+    assert layer.reason == "NOT_TWO_PROJECTIONS" and layer.detail.startswith("experts of one feature each (F = 1)")
+
+
 def _by_routing_map(self, x, weights, ids):
     chosen = torch.zeros(x.shape[0], self.E).scatter(1, ids, 1.0).bool()
     ends = chosen.sum(0).cumsum(0).flip(0).int()

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -172,6 +173,28 @@ def test_a_loop_without_the_number_of_no_expert(fp64, mask):
     with switch.recording() as records, rewriting_backend() as backend:
         assert_close(train(layer, torch.compile(layer, backend=backend), x), train(layer, layer, x))
     assert len(rewritten_in(records)) == 1
+
+
+def skipped(ids, weights, *, to=0, at=E, value=0.0):
+    """ZAYA: who chose the number behind the last expert goes to the first one, with a weight of zero."""
+    return ids.masked_fill(ids == E, to), weights.masked_fill(ids == at, value)
+
+
+@pytest.mark.parametrize(("changed", "top_k"), [
+    ({}, 1), ({}, K), ({"to": 1}, K), ({"at": 0}, K), ({"at": 0, "to": 2}, 1), ({"value": 2.0}, K), ({"value": 2.0, "to": E}, K),
+])  # fmt: skip
+def test_tokens_that_chose_no_expert_go_to_another_with_a_weight_of_zero(fp64, monkeypatch, changed, top_k):
+    """And with any other number, if something else is masked. Where all that is masked is zero it is the same layer."""
+    monkeypatch.setattr(sys.modules[__name__], "WORLD", E + 1)
+    monkeypatch.setattr(sys.modules[__name__], "K", top_k)
+    layer, x = Looped(partial(skipped, **changed)), torch.randn(T, D)
+    for rows in (x, x[:1], x[:1].expand(4, D)):
+        torch._dynamo.reset()
+        with switch.recording() as records, rewriting_backend() as backend:
+            compiled = torch.compile(layer, backend=backend)
+            assert_close(train(layer, compiled, rows), train(layer, layer, rows))
+            assert compiled(x[:0]).shape == (0, D)
+        assert changed or len(rewritten_in(records)) >= 1
 
 
 @pytest.mark.parametrize("layer", [Layer, Sorted])
