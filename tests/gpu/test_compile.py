@@ -76,6 +76,30 @@ def test_a_rewritten_model_trains_like_eager(path, dtype):
             assert error < 30 * torch.finfo(dtype).eps, (index, error)
 
 
+class Mixture(Block):
+    """Every expert on every token."""
+
+    def forward(self, x):
+        shares, out = self.router(x).softmax(-1), x
+        for e in range(self.down.shape[0]):
+            gate, up = F.linear(x, self.gate_up[e]).chunk(2, dim=-1)
+            out = out + shares[:, e, None] * F.linear(F.silu(gate) * up, self.down[e])
+        return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 77, 300])
+def test_a_mixture_of_all_experts_is_rewritten(path, num_tokens):
+    torch.manual_seed(0)
+    eager = Mixture(256, 128, 8, 8).to("cuda")
+    parameters = [p for name, p in eager.named_parameters() if "norm" not in name]
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(eager, backend="moeblaze")
+    x = torch.randn(num_tokens, 256, device="cuda")
+    for want, have in zip(train(eager, parameters, x), train(compiled, parameters, x), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-5)
+    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] == (num_tokens > 1)
+
+
 def strip_comments(code: str) -> str:
     return "\n".join(line.split("#", 1)[0] for line in code.splitlines())
 
