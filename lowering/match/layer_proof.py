@@ -262,11 +262,14 @@ class _Proof:
             return self._routed_by_scores(scored)
         try:
             return self._routed_by_ids(experts, [self._routing(expert) for expert in experts])
-        except Declined:
+        except Declined as declined:
             scored = [self._scored_routing(expert, named=True) for expert in experts]
             if not all(scored):
                 raise
-        return self._routed_by_scores(scored)
+            try:
+                return self._routed_by_scores(scored)
+            except Declined as further:
+                raise max(declined, further, key=lambda each: each.reason.rank) from None
 
     def _routed_by_scores(self, scored: Sequence[tuple[ExpertTerm, Routing]]) -> _Routed:
         experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]

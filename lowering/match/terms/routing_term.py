@@ -121,11 +121,13 @@ def read_scored(
     """An expert that no id is compared with: its score is the whole product beside it, summed over all but the experts.
 
     Where a factor says that a place of the expert has the token, the expert's input is that token; where the expert names its
-    tokens so (``named``) ids may be compared with it, too.
+    tokens so (``named``), or a score that is not zero for others is made of who chose it, ids may be compared with it, too.
     """
     factors = expert.routing
-    names = named and any(f.kind == "sum" and tokens in f.free and f.args[1].kind == "eq" for f in factors)
-    if expert.scale or any((_names(f, index) and not names) or _is_of_rows(f) for f in factors):
+    names = [f for f in factors if _names(f, index)]
+    if named and (not any(map(_compares, names)) or any(_names_tokens(f, tokens) for f in factors)):
+        names = []
+    if expert.scale or names or any(map(_is_of_rows, factors)):
         return None
     places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
@@ -135,6 +137,11 @@ def read_scored(
             prove(binder not in x.free, Reason.ROUTING, _INPUT_SUMMED)
             score = algebra.sum(binder, score)
     return replace(expert, x=x), Routing(index, None, None, (), score=score)
+
+
+def _names_tokens(factor: Expr, tokens: Expr) -> bool:
+    """True if a factor is the number of places of an expert that have the token."""
+    return factor.kind == "sum" and tokens in factor.free and factor.args[1].kind == "eq"
 
 
 def _is_of_rows(factor: Expr) -> bool:

@@ -167,6 +167,7 @@ REWRITTEN = {
     "masked_logits_by_where": (kept_by_where, {}),
     "masked_probabilities": (by_masks, {}),
     "counted_probabilities": (by_masks, {"chosen": lambda hits: hits.sum(-1, keepdim=True) > 0}),
+    "probabilities_of_the_others": (by_masks, {"chosen": lambda hits: ~hits.any(-1, keepdim=True)}),
     "batched_probabilities": (by_one_mask, {}),
 }
 LEFT_ALONE = {
@@ -183,7 +184,6 @@ LEFT_ALONE = {
     "logits_masked_by_zeros": (filled, {"fill": 0.0}),
     "probability_of_another": (by_masks, {"column": lambda e: max(e, 1)}),
     "one_probability_scaled_otherwise": (by_masks, {"factor": lambda e: 2.0 + (e == 1)}),
-    "probabilities_of_the_others": (by_masks, {"chosen": lambda hits: ~hits.any(-1, keepdim=True)}),
     "mask_of_the_next_token": (by_one_mask, {"spread": lambda mask: mask.roll(1, 0)}),
     "mask_of_the_next_expert": (by_one_mask, {"spread": lambda mask: mask.roll(1, 1)}),
 }
