@@ -4,9 +4,8 @@ import operator
 
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_order
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-_ORDERS = ("lt", "le", "gt", "ge")
 
 
 def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
@@ -24,7 +23,7 @@ def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
         return term
     ((ids, count),) = found
     masks: dict[Expr, Expr] = {}
-    for mask in subexpressions(term, lambda e: e.kind == "call" and e.args[0] in _ORDERS and e.args[1][0] is ids):
+    for mask in subexpressions(term, lambda e: is_order(e) and e.args[1][0] is ids):
         number, compare = mask.args[1][1], getattr(operator, mask.args[0])
         if number.kind == "const" and isinstance(count, int):
             first, last = compare(-count, number.args[0]), compare(count - 1, number.args[0])

@@ -26,6 +26,7 @@ def adds_up(total: Value, parts: Sequence[Value], ends: Iterable[Value]) -> bool
 
 
 def without_casts(value: Value) -> Value:
+    """What a value is, but for roundings to other floats."""
     while value.op == "cast" and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point:
         value = value.args[0]
     return value

@@ -4,7 +4,7 @@ A candidate is a node that may be the last step of a sum over experts. Its eleme
 terms, some of which are experts; `layer_proof` proves the rest. Nothing here changes the graph.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
-from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, Indices, TooLarge, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusal, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
@@ -34,16 +34,15 @@ from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, g
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
     ONE_PROJECTION,
-    columns,
     describe_last,
     has_one_projection,
     holds_comparison,
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
-    leaves_tokens_out,
     made_by,
     read_expert,
+    scored_terms,
 )
 from moeblaze_ops.lowering.match.terms.sums import sums_of_experts
 from moeblaze_ops.lowering.match.zero_computation import is_routed, read_terms
@@ -206,7 +205,7 @@ class Matcher:
             return None
         tokens, feature = self._evaluator.of_token(value)
         terms = self._terms(value)
-        experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
+        experts = [term for term in terms if self._is_expert(term, feature)] or scored_terms(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts and _is_foreign(root):
             given = sum((self._experts_of(self._result(operand)) for operand in root.all_input_nodes), Counter())
@@ -223,9 +222,8 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            detail = describe_last(masked, feature)
-            single = has_one_projection(masked, feature)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=single)
+            detail, has_experts = describe_last(masked, feature), has_one_projection(masked, feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=has_experts)
         others = list((Counter(terms) - Counter(experts)).elements())
         try:
             written = fake_of(self.view.writes.get(root, root))
@@ -334,22 +332,6 @@ class Matcher:
     def _chosen(self, terms: Iterable[Expr], feature: Expr) -> Counter:
         """How often each expert is chosen."""
         return Counter(self._choice(term, feature) for term in terms)
-
-    def _scored(self, terms: Sequence[Expr], feature: Expr) -> list[Expr]:
-        """Terms that are experts beside scores that leave tokens out, or that are columns of one tensor.
-
-        One alone may be any gated block, and  gate * block(x) + (1 - gate) * other(x)  has no router.
-        """
-        found = [term for term in terms if is_scored_term(term, feature)]
-        of_terms = [columns(term, feature) for term in found]
-        places: dict[Value, list[frozenset[Indices]]] = defaultdict(list)
-        for value, numbers in (item for own in of_terms for item in own.items()):
-            places[value].append(frozenset(numbers))
-        tables = {value for value, own in places.items() if len(set(own)) == len(own) > 1}
-        scored = [
-            term for term, own in zip(found, of_terms, strict=True) if leaves_tokens_out(term) or not tables.isdisjoint(own)
-        ]
-        return scored if len(scored) > 1 else []
 
     def _choice(self, term: Expr, feature: Expr) -> Chosen:
         known = self._choices.get((term, feature))

@@ -120,9 +120,8 @@ def _sums_two_largest(view: GraphView, group_scores: Value, scores: Value, size:
         return False
     grouped = view.value_at(best.args[0], view.position[best])
     evaluator = Evaluator()
-    algebra = evaluator.algebra
-    token, group, member = (algebra.zero if n == 1 else algebra.var(i, n, "d") for i, n in enumerate(grouped.shape))
-    expert = algebra.linear(0, [(size, group), (1, member)])
+    token, group, member = evaluator.variables(grouped)
+    expert = evaluator.algebra.linear(0, [(size, group), (1, member)])
     try:
         return evaluator.element(grouped, (token, group, member)) is evaluator.element(scores, (token, expert))
     except Unroll:

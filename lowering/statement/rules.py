@@ -53,7 +53,10 @@ class LayerForm:
                 var, body = algebra.open(e)
                 return algebra.prefix(var, self.of(body), self.of(e.args[2]))
             case "call" if e.args[0] == DROPOUT:
-                return algebra.call(DROPOUT, (self.of(e.args[1][0]),), e.args[2][0])
+                numbers, others = [], []
+                for factor in factors_of(self.of(e.args[1][0])):
+                    (numbers if factor.kind == "const" else others).append(factor)
+                return algebra.mul(*numbers, algebra.call(DROPOUT, (algebra.mul(*others),), e.args[2][0]))
             case "call" if (whole := algebra.unscaled(e)) is not e:
                 return self.of(whole)
             case "leaf" if is_changing(e):

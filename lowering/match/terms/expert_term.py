@@ -5,7 +5,7 @@ how much of it a token gets and is left to `routing_term`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,24 +85,40 @@ def is_scored_term(e: Expr, feature: Expr) -> bool:
         out + gate.softmax(-1)[:, 2, None] * expert(x)              but not  out + self.share[2] * expert(x)
     """
     outputs = [f for f in factors_of(e) if feature in f.free]
-    if len(outputs) != 1 or not any(var.args[2] == "t" for f in factors_of(e) if f is not outputs[0] for var in f.free):
+    if len(outputs) != 1 or not any(_differs_by_token(f) for f in factors_of(e) if f is not outputs[0]):
         return False
     down = next((s for s in (_scaled_sum(term, feature) for term in _terms(_undropped(outputs[0])[0])) if s is not None), None)
     return down is not None and down.args[1].has_dot
 
 
-def leaves_tokens_out(e: Expr) -> bool:
+def scored_terms(terms: Iterable[Expr], feature: Expr) -> list[Expr]:
+    """The experts that no comparison chooses: beside scores that leave tokens out, or each beside columns of its own of a tensor.
+
+    One alone may be any gated block, and  gate * block(x) + (1 - gate) * other(x)  has no router.
+    """
+    found = [term for term in terms if is_scored_term(term, feature)]
+    columns = [_columns(term, feature) for term in found]
+    of_values = {value: [own[value] for own in columns if value in own] for value in set().union(*columns)}
+    tables = {value for value, each in of_values.items() if len(set(each)) == len(each) > 1}
+    scored = [term for term, own in zip(found, columns, strict=True) if _leaves_tokens_out(term) or not tables.isdisjoint(own)]
+    return scored if len(scored) > 1 else []
+
+
+def _leaves_tokens_out(e: Expr) -> bool:
     """True if a mask or a ReLU of tokens is a factor."""
-    marks = (f for f in factors_of(e) if is_indicator(f) or (f.kind == "call" and f.args[0] == "relu"))
-    return any(var.args[2] == "t" for mark in marks for var in mark.free)
+    return any(_differs_by_token(f) and (is_indicator(f) or (f.kind == "call" and f.args[0] == "relu")) for f in factors_of(e))
 
 
-def columns(e: Expr, feature: Expr) -> dict[Value, set[Indices]]:
+def _differs_by_token(e: Expr) -> bool:
+    return any(var.args[2] == "t" for var in e.free)
+
+
+def _columns(e: Expr, feature: Expr) -> dict[Value, frozenset[Indices]]:
     """Which numbers the values have as indices that the score of an expert is made of: a router's those of the expert."""
     found: dict[Value, set[Indices]] = defaultdict(set)
     for leaf in (s for f in factors_of(e) if feature not in f.free for s in subexpressions(f, lambda s: s.kind == "leaf")):
         found[leaf.args[0]].add(tuple(index for index in leaf.args[1] if index.kind == "const"))
-    return found
+    return {value: frozenset(places) for value, places in found.items()}
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:

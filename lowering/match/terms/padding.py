@@ -70,11 +70,8 @@ def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm) -> Expr:
 
 
 def dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
-    """``e`` with dropout, whichever call of it that is; its numbers stand in front."""
-    if not p:
-        return e
-    numbers, others = ([f for f in factors_of(e) if (f.kind == "const") is number] for number in (True, False))
-    return algebra.mul(*numbers, algebra.call(DROPOUT, (algebra.mul(*others),), p))
+    """``e`` with dropout, whichever call of it that is."""
+    return algebra.call(DROPOUT, (e,), p) if p else e
 
 
 @dataclass(frozen=True)

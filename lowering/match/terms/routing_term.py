@@ -151,9 +151,8 @@ def _is_of_rows(factor: Expr) -> bool:
 
 def _names(factor: Expr, expert: Expr | None) -> bool:
     """Whether a factor compares something with an expert, and not a number of tokens that chose it with another."""
-    counts = factor.kind == "call" and factor.args[0] in ("lt", "le", "gt", "ge")
     named = (e for e in subexpressions(factor, lambda e: e.kind == "eq" and _expert_of(e, expert) is not None))
-    return not counts and next(named, None) is not None
+    return not is_order(factor) and next(named, None) is not None
 
 
 def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> ExpertTerm:

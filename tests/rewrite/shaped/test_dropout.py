@@ -22,8 +22,9 @@ class Layer(nn.Module):
     def __init__(self, combine, expert, top_k=K, num_experts=E):
         super().__init__()
         self.router = nn.Linear(D, num_experts, bias=False)
-        self.gate, self.up = (nn.ModuleList(nn.Linear(D, H) for _ in range(num_experts)) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(H, D) for _ in range(num_experts))
+        bias = expert is not scaled
+        self.gate, self.up = (nn.ModuleList(nn.Linear(D, H, bias) for _ in range(num_experts)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(H, D, bias) for _ in range(num_experts))
         self.combine, self.own, self.top_k = combine, expert, top_k
 
     def expert(self, e, x):
@@ -46,6 +47,11 @@ def both(self, e, x):
     h = self.up[e](x)
     a = 0.5 * h * (1 + torch.erf(h / 2**0.5))  # the number stands in front of the sum over features, too
     return F.dropout(self.down[e](F.dropout(a, BETWEEN, self.training)), BEHIND, self.training)
+
+
+def scaled(self, e, x):
+    """A number that comes out of SiLU, and of the sum over features, where SiLU is written as h * sigmoid(h)."""
+    return F.dropout(self.down[e](F.silu(self.up[e](x * 1.25))), BEHIND, self.training)
 
 
 def loop(self, x, weights, ids):
@@ -87,11 +93,12 @@ def drawn(self, x):
         t, k = divmod(slot, self.top_k)
         e = ids[t, k]
         h = F.gelu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
+        h = F.silu(self.up[e](x[t] * 1.25)) if self.own is scaled else h
         out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weights[t, k]).unsqueeze(0))
     return out
 
 
-PROBABILITIES = {behind: (0, BEHIND), between: (BETWEEN, 0), both: (BETWEEN, BEHIND)}
+PROBABILITIES = {behind: (0, BEHIND), between: (BETWEEN, 0), both: (BETWEEN, BEHIND), scaled: (0, BEHIND)}
 
 
 def _results(layer, run, x):
@@ -109,7 +116,7 @@ def _results(layer, run, x):
     (combine, (behind, between, both)[(n + i) % 3], *((T, K), (1, K), (T, 1))[(2 * n + i) % 3])
     for n, combine in enumerate((loop, masked, by_mask, stacked))
     for i in range(2)
-], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
+] + [(stacked, scaled, T, K)], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_numbers_and_gradients(fp64, combine, expert, num_tokens, top_k):
     torch.manual_seed(0)
     layer, x = Layer(combine, expert, top_k), torch.randn(num_tokens, D)
