@@ -119,9 +119,9 @@ def fused_routers(monkeypatch):
 @pytest.fixture
 def mixtures_of_all(monkeypatch):
     """Layers in which every expert takes every token are rewritten on a CPU as on a GPU."""
-    from moeblaze_ops.lowering.match.operands import find_scored
+    from moeblaze_ops.lowering.match import layer_proof
 
-    monkeypatch.setattr(find_scored, "gains_without_choices", lambda device: True)
+    monkeypatch.setattr(layer_proof, "gains_without_choices", lambda device: True)
 
 
 def pytest_collection_modifyitems(items):

@@ -162,6 +162,11 @@ class _Routed:
         return self.routings[0].expert is not None
 
     @property
+    def is_of_all(self) -> bool:
+        """True if every expert takes every token."""
+        return self.scored and self.named is None and not any(scale.width == self.top_k for scale in self.scales)
+
+    @property
     def is_gathered(self) -> bool:
         return self.weights is not None and self.weights.gathered
 
@@ -233,6 +238,7 @@ class _Proof:
         region = self._region(frozenset(read | of_weights), stored.sums, dtype)
         changed = written_before_backward(self.view, root, of_weights)
         prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", min(changed, default=None))
+        prove(not routed.is_of_all or gains_without_choices(fake_of(x.node).device), Reason.ALL_EXPERTS)
         bounds, E = self._bounds(routed), stored.num_experts
         reading = Reading(self.evaluator, self.formulas, tuple(zip(candidate.terms, experts, strict=True)))
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
@@ -406,6 +412,11 @@ class _Proof:
             return prove_region(self.view, self.root, operands | sums, dtype, self.candidate.base)
 
 
+def gains_without_choices(device: torch.device) -> bool:
+    """True if experts that all take every token gain by the ops, which gather rows; on a CPU that costs more than it saves."""
+    return device.type != "cpu"
+
+
 def _all_below(bounds: list[Size | None], E: int) -> bool:
     return all(isinstance(bound, int) and bound <= E for bound in bounds)
 
@@ -453,7 +464,7 @@ def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
 
 def _spelling(region: Region, routed: _Routed) -> str:
     routing = routed.routings[0]
-    if routed.scored and not (routed.scales or routed.named):
+    if routed.is_of_all:
         return "every expert on every token"
     names = {target_name(node) for node in region.nodes}
     if not names.isdisjoint(GROUPED_PRODUCTS):

@@ -13,7 +13,6 @@ class Reason(Enum):
 
     OTHER_TERMS = "the sum holds terms that are not expert outputs, or starts from a buffer that is not fresh zeros"
     ROUTING = "an expert's weight is not a routing weight selected by comparing expert ids"
-    ALL_EXPERTS = "every expert takes every token, for which plain products are faster on a CPU"
     SLOT_WEIGHTS = "weights are not aligned with their slots"
     NOT_TWO_PROJECTIONS = "an expert is not an up projection, a pointwise activation and a down projection"
     ACTIVATION = "what stands between the projections is not a pointwise function of them alone"
@@ -31,6 +30,7 @@ class Reason(Enum):
     GRADIENTS = "an input that has gradients of zeros would have none, or the other way round"
     EFFECT = "an operator inside the layer does more than give a value, such as to draw random numbers"
     CONTEXT = "autocast or gradient mode changes inside the layer"
+    ALL_EXPERTS = "every expert takes every token, for which plain products are faster on a CPU"
     STATEMENT = "the sum is not what a layer of its operands computes"
     OPERANDS = "the fused operators do not take these operands"
     LAYOUT = "the strides of the result are not those of dense axes in any order"

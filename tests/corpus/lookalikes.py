@@ -150,13 +150,13 @@ def maximum_instead_of_sum(self, x, weights, ids):
 # Which weights.
 
 
-@_lookalike("")
+@_lookalike("ALL_EXPERTS")
 def soft_weights(self, x, weights, ids):
     scores = F.softmax(self.router.gate(x), -1)
     return sum(expert(x) * scores[..., e : e + 1] for e, expert in enumerate(self.experts))
 
 
-@_lookalike("ROUTING")
+@_lookalike("ALL_EXPERTS")
 def negated_mask(self, x, weights, ids):
     return sum(expert(x) * (weights * (ids != e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
 

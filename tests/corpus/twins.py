@@ -84,8 +84,8 @@ STILL_LAYERS = {
     "nonzero_where",  # with a mask of the weights that are no 0.5
     "einsum_weighted_tokens", "einsum_combined",  # of weights that the graph computes
 }  # fmt: skip
-MIXTURES = {"dense_cat", "dense_einsum"}
-"""Of all experts: a layer would be right, and is declined since it is worth nothing."""
+MIXTURES = {"dense_cat", "dense_einsum", "masked_list_sum"}
+"""Of all experts: a layer is right, and made of it on a GPU alone."""
 
 
 def _twin(function: Callable) -> Callable:

@@ -118,13 +118,14 @@ class TestRewritten:
         assert check_against_eager(Mixture(rolled), torch.randn(14, zoo.D)).rewritten
 
     @pytest.mark.parametrize("read", [lambda x, shares: x.flip(0), lambda x, shares: x + shares[:, :1]])
-    def test_experts_that_read_something_else_stay(self, read):
+    def test_an_expert_that_reads_something_else_is_no_part(self, read):
         def other(self, x, shares):
             out = shares[:, :1] * self.experts[0](x)
             x = read(x, shares)
             return out + sum(shares[:, e, None] * self.experts[e](x) for e in range(1, zoo.E))
 
-        assert not check_against_eager(Mixture(other), torch.randn(14, zoo.D)).rewritten
+        backend = check_against_eager(Mixture(other), torch.randn(14, zoo.D))
+        assert [layer.E for layer in backend.rewritten] in ([], [zoo.E - 1])
 
     def test_an_expert_twice_is_right(self):
         def twice(self, x, shares):

@@ -64,7 +64,6 @@ class Finder:
     def __init__(self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: Indices, sizes: tuple[Size, ...]):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
-        self.device = fake_of(view.writes.get(root, root)).device
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
         others = (node for node, at in view.position.items() if at < self._position)  # such as tensors of the program's numbers

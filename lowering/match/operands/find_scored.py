@@ -117,8 +117,6 @@ class _Table:
         weights = self._weights(rests) if len(found) == len(masks) else None
         weights = self._weights(self._scores) if weights is None else weights
         prove(weights is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
-        drops = any(mask.width == self._count for mask in found)
-        prove(drops or gains_without_choices(self._finder.device), Reason.ALL_EXPERTS)
         return Scored(*weights, found)
 
     def named(self, names: Sequence[_Name]) -> Scored:
@@ -197,11 +195,6 @@ class _Table:
         """By number of expert."""
         self._order = self._order or list(range(self._count))
         return tuple(target for _, target in sorted(zip(self._order, targets, strict=True), key=lambda pair: pair[0]))
-
-
-def gains_without_choices(device: torch.device) -> bool:
-    """True if experts that all take every token gain by the ops, which gather rows; on a CPU that costs more than it saves."""
-    return device.type != "cpu"
 
 
 def _sort(mark: Expr) -> tuple:

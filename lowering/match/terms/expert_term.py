@@ -80,15 +80,12 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
 
 
 def is_scored_term(e: Expr, feature: Expr) -> bool:
-    """A cheap look at a term without any comparison with an expert: two projections, beside what differs between tokens.
+    """True if a term is like an expert without any comparison with one, beside what is zero for some tokens.
 
-        out + gate.softmax(-1)[:, 2, None] * expert(x)              but not  out + self.share[2] * expert(x)
+        out + gate.relu()[:, 2, None] * expert(x)                   but not  out + gate.softmax(-1)[:, 2, None] * expert(x)
     """
-    outputs = [f for f in factors_of(e) if feature in f.free]
-    if len(outputs) != 1 or not any(_differs_by_token(f) for f in factors_of(e) if f is not outputs[0]):
-        return False
-    down = next((s for s in (_scaled_sum(term, feature) for term in _terms(_undropped(outputs[0])[0])) if s is not None), None)
-    return down is not None and down.args[1].has_dot
+    marks = (f for f in factors_of(e) if is_indicator(f) or (f.kind == "call" and f.args[0] == "relu"))
+    return any(map(_differs_by_token, marks)) and _is_weighed(e, feature)
 
 
 def scored_terms(terms: Iterable[Expr], feature: Expr) -> list[Expr]:
@@ -96,17 +93,26 @@ def scored_terms(terms: Iterable[Expr], feature: Expr) -> list[Expr]:
 
     One alone may be any gated block, and  gate * block(x) + (1 - gate) * other(x)  has no router.
     """
-    found = [term for term in terms if is_scored_term(term, feature)]
+    found = [term for term in terms if _is_weighed(term, feature)]
     columns = [_columns(term, feature) for term in found]
     of_values = {value: [own[value] for own in columns if value in own] for value in set().union(*columns)}
     tables = {value for value, each in of_values.items() if len(set(each)) == len(each) > 1}
-    scored = [term for term, own in zip(found, columns, strict=True) if _leaves_tokens_out(term) or not tables.isdisjoint(own)]
+    scored = [
+        term for term, own in zip(found, columns, strict=True) if is_scored_term(term, feature) or not tables.isdisjoint(own)
+    ]
     return scored if len(scored) > 1 else []
 
 
-def _leaves_tokens_out(e: Expr) -> bool:
-    """True if a mask or a ReLU of tokens is a factor."""
-    return any(_differs_by_token(f) and (is_indicator(f) or (f.kind == "call" and f.args[0] == "relu")) for f in factors_of(e))
+def _is_weighed(e: Expr, feature: Expr) -> bool:
+    """A cheap look at a term: two projections of a token, beside what differs between tokens.
+
+        share[:, 2, None] * expert(x)     but not     self.share[2] * expert(x), share[:, 2, None] * expert(x.mean(0))
+    """
+    outputs = [f for f in factors_of(e) if feature in f.free]
+    if len(outputs) != 1 or not any(_differs_by_token(f) for f in factors_of(e) if f is not outputs[0]):
+        return False
+    down = next((s for s in (_scaled_sum(term, feature) for term in _terms(_undropped(outputs[0])[0])) if s is not None), None)
+    return down is not None and down.args[1].has_dot and _differs_by_token(down)
 
 
 def _differs_by_token(e: Expr) -> bool:

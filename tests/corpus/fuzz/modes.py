@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeblaze_ops.lowering.match.operands import find_scored
+from moeblaze_ops.lowering.match import layer_proof
 from moeblaze_ops.lowering.router import match_router
 
 
@@ -50,6 +50,6 @@ def as_on_a_gpu() -> Iterator[None]:
     """What the rewrite decides by the device is decided as on a GPU: routers are fused, and mixtures of all experts rewritten."""
     with (
         mock.patch.object(match_router, "breaks_ties_as_topk", lambda device: True),
-        mock.patch.object(find_scored, "gains_without_choices", lambda device: True),
+        mock.patch.object(layer_proof, "gains_without_choices", lambda device: True),
     ):
         yield
