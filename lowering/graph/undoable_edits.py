@@ -1,8 +1,9 @@
 """Changes of a graph that can be undone, and nodes added to it with the fake values that they give."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -31,34 +32,31 @@ class Edits:
         self._undo.append(lambda: self.graph.erase_node(node))
         return node
 
-    def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        """Let ``reader``, and whatever is inserted later, read ``new``."""
+    def redirect(self, readers: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
+        """Let ``readers`` of what holds ``old``, and whatever is inserted later, read ``new``."""
+        held = self.holder(old)
+        self.succeed(old, new)
+        for reader in readers:
+            self._undo.append(partial(_restore, reader, reader.args, reader.kwargs))
+            reader.replace_input_with(held, new)
+
+    def succeed(self, old: fx.Node, new: fx.Node | Callable[[], fx.Node]) -> None:
+        """Let whatever is inserted later read ``new``, or what it adds, in place of ``old``; nothing is added for nobody."""
+        self._undo.append(partial(self._successors.__setitem__, old, self._successors.get(old, old)))
         self._successors[old] = new
-        args, kwargs = reader.args, reader.kwargs
 
-        def restore() -> None:
-            reader.args, reader.kwargs = args, kwargs
-            self._successors.pop(old, None)
-
-        self._undo.append(restore)
-        reader.replace_input_with(old, new)
-
-    def succeed(self, old: fx.Node, make: Callable[[], fx.Node]) -> None:
-        """Let whatever is inserted later read what ``make`` adds in place of ``old``; nothing is added for nobody."""
-        self._successors[old] = make
-        self._undo.append(lambda: self._successors.pop(old))
+    def holder(self, node: fx.Node) -> fx.Node:
+        """What readers of ``node`` read by now: of a buffer that several layers are added to, the result of the one before."""
+        successor = self._successors.get(node, node)
+        return successor if isinstance(successor, fx.Node) else node
 
     def successor(self, node: fx.Node) -> fx.Node:
         """What is read in place of ``node`` by now."""
         successor = self._successors.get(node, node)
         if isinstance(successor, fx.Node):
             return successor
-        made = self._successors[node] = successor()
-
-        def restore() -> None:
-            self._successors[node] = successor
-
-        self._undo.append(restore)
+        made = successor()
+        self.succeed(node, made)
         return made
 
     def mark(self) -> int:
@@ -69,6 +67,10 @@ class Edits:
         """Take back everything since ``mark``."""
         while len(self._undo) > mark:
             self._undo.pop()()
+
+
+def _restore(reader: fx.Node, args: tuple, kwargs: dict) -> None:
+    reader.args, reader.kwargs = args, kwargs
 
 
 class NodeInserter:

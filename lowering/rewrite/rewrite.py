@@ -322,7 +322,7 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
         return shaped
 
     for carrier in match.region.carriers:
-        readers = [u for u in carrier.users if match.root < u and u not in inserted]
+        readers = [u for u in edits.holder(carrier).users if match.root < u and u not in inserted]
         if not readers:
             edits.succeed(carrier, partial(successor, carrier))  # where a layer behind this one may find its tokens
             continue
@@ -330,9 +330,7 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
             rows = successor(carrier)
             result = laid_out(insert, rows, carrier)
             copied = result is not rows
-        replacement = successor(carrier)
-        for reader in readers:
-            edits.redirect(reader, carrier, replacement)
+        edits.redirect(readers, carrier, successor(carrier))
     return copied
 
 

@@ -117,6 +117,21 @@ class TestRewritten:
 
         assert check_against_eager(Mixture(rolled), torch.randn(14, zoo.D)).rewritten
 
+    @pytest.mark.parametrize("score", [torch.relu, lambda logits: logits.softmax(-1)], ids=["masked", "of all"])
+    def test_another_layer_is_added_to_the_sum_in_place(self, score):
+        """Who reads the sum behind that layer reads both, and who reads it before reads one."""
+
+        def both(self, x, shares):
+            out = loop(self, x, score(self.other_gate(x)))
+            first, (weights, ids) = out * 2, shares.topk(2)
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == e)
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            return out, first
+
+        backend = check_against_eager(Mixture(both), torch.randn(14, zoo.D))
+        assert len(backend.rewritten) == 2 and not backend.reasons
+
     @pytest.mark.parametrize("read", [lambda x, shares: x.flip(0), lambda x, shares: x + shares[:, :1]])
     def test_an_expert_that_reads_something_else_is_no_part(self, read):
         def other(self, x, shares):
