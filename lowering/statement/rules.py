@@ -53,9 +53,9 @@ class LayerForm:
                 var, body = algebra.open(e)
                 return algebra.prefix(var, self.of(body), self.of(e.args[2]))
             case "call" if e.args[0] == DROPOUT:
-                numbers, others = [], []
-                for factor in factors_of(self.of(e.args[1][0])):
-                    (numbers if factor.kind == "const" else others).append(factor)
+                factors = factors_of(self.of(e.args[1][0]))
+                numbers = [f for f in factors if f.kind == "const"]
+                others = [f for f in factors if f.kind != "const"]
                 return algebra.mul(*numbers, algebra.call(DROPOUT, (algebra.mul(*others),), e.args[2][0]))
             case "call" if (whole := algebra.unscaled(e)) is not e:
                 return self.of(whole)

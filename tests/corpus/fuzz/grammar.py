@@ -117,7 +117,7 @@ def _router(layer: Layer, rng: random.Random) -> list[str]:
     dtype = f", dtype=torch.{wide}" if wide else ""
     kind = rng.choice(("softmax", "softmax", "softmax_topk", "sigmoid", "gather", "biased", "max" if layer.K == 1 else "softmax"))
     if layer.E == 4 and layer.K <= 2 and rng.random() < 0.3:
-        kind, layer.pairs = "pairs", True
+        kind = "pairs"
     score = rng.choice((f"F.softmax(logits, dim=-1{dtype})", f"logits.softmax(-1{dtype})"))
     if kind == "sigmoid" or (kind == "biased" and rng.random() < 0.7):
         score = "logits.float().sigmoid()" if wide else "torch.sigmoid(logits)"

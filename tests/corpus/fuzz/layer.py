@@ -59,7 +59,6 @@ class Layer:
     bias: tuple[bool, bool]
     linear: tuple[bool, bool]  # stored as nn.Linear does, [out, in]
     out: str = "D"  # as wide as an expert's output is
-    pairs: bool = False  # whether ids are product keys
     parameters: list[tuple[str, str]] = field(default_factory=list)
     expert: list[str] = field(default_factory=list)  # body of ``expert(self, e, x)``
     body: list[str] = field(default_factory=list)
