@@ -11,7 +11,6 @@ _REMEDIES = {
     "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are; "
     "say by `moeblaze_ops.declare` what a library's operator computes",
     "ROUTING": "multiply each expert's output by the score with which the token chose it, found by comparing expert ids",
-    "ALL_EXPERTS": "nothing; on a GPU it is rewritten",
     "SLOT_WEIGHTS": "sort and gather the routing weights like the tokens that they belong to",
     "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without a norm or dropout of an "
     "adapter inside",
@@ -29,6 +28,7 @@ _REMEDIES = {
     "EXTRA_USER": "do not read results from inside the layer (hooks that save activations do)",
     "EFFECT": "draw random numbers, and call operators that are not torch's, outside of the layer",
     "CONTEXT": "enter and leave autocast and no_grad around the layer, not inside of it",
+    "ALL_EXPERTS": "nothing; on a GPU it is rewritten",
     "STATEMENT": "compare the layer with `moeblaze_ops.moe`: what is one expert's or one slot's is used for another",
     "INTERNAL": "this is a defect of ours: please report it with this output (config.strict = True raises it)",
 }

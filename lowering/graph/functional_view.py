@@ -444,7 +444,8 @@ class GraphView:
 
     def _are_rows(self, part: fx.Node, whole: fx.Node) -> bool:
         """``part`` is a slice of ``whole``, with bounds that only the data tell."""
-        return isinstance(part.args[0], fx.Node) and self._is_same_place(part.args[0], whole)
+        of = part.args[0]
+        return isinstance(of, fx.Node) and isinstance(fake_of(of), torch.Tensor) and self._is_same_place(of, whole)
 
 
 def _buffer(node: fx.Node) -> int | fx.Node:

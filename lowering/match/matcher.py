@@ -236,7 +236,7 @@ class Matcher:
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
             candidate = Candidate(root, value, tokens, feature, own, self._chosen(own, feature), base, added)
             return prove_layer(self.view, self._evaluator, self._formulas, candidate, self._refusal)
-        except TooLarge:
+        except (TooLarge, RecursionError):
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
             chosen = self._chosen(experts, feature)
@@ -292,7 +292,8 @@ class Matcher:
             added = list((Counter(terms) - below).elements())
             own = [term for term in added if term in experts]
             others = [term for term in added if term not in own]
-            before = self._experts(list(below), feature) + self._chosen((t for t in below if is_routed(t, feature)), feature)
+            before = self._experts(list(below), feature)
+            before += self._chosen((t for t in below if t in experts or is_routed(t, feature)), feature)
             apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(before))
             same = found is None or found[1:] == (own, others)
             if own and apart and same and below <= Counter(terms) and all(is_routed(term, feature) for term in others):

@@ -133,6 +133,15 @@ def largest(value: Value, output: int) -> fx.Node | None:
     if value.op != "output" or value.args[1] != output or target_name(value.args[0]) != "topk":
         return None
     topk = value.args[0]
-    given = dict(zip(("input", "k", "dim", "largest", "sorted"), topk.args, strict=False)) | dict(topk.kwargs)
+    given = _arguments(topk)
     last = given.get("dim", -1) in (-1, fake_of(topk.args[0]).dim() - 1)
     return topk if last and given.get("largest", True) else None
+
+
+def is_sorted(topk: fx.Node) -> bool:
+    """True if a top-k gives choices in the order of their scores, and not in one of its own."""
+    return bool(_arguments(topk).get("sorted", True))
+
+
+def _arguments(topk: fx.Node) -> dict[str, object]:
+    return dict(zip(("input", "k", "dim", "largest", "sorted"), topk.args, strict=False)) | dict(topk.kwargs)

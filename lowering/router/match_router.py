@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.sizes import same_shape
 from moeblaze_ops.lowering.match.match_result import MoEMatch
-from moeblaze_ops.lowering.router.expert_choice import Choice, largest, read_choice
+from moeblaze_ops.lowering.router.expert_choice import Choice, is_sorted, largest, read_choice
 
 _HALF = (torch.bfloat16, torch.float16)
 _NEGLIGIBLE = 1e-12
@@ -86,7 +86,7 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return replace(found, given=chosen) if fits and read_by_others <= _integers(own) else None
     if not read_by_others:
         return found
-    gives_all = read_by_others <= _integers(own) and _can_stand_early(view, own, found, chosen)
+    gives_all = read_by_others <= _integers(own) and is_sorted(topk) and _can_stand_early(view, own, found, chosen)
     return replace(found, shared=chosen) if gives_all else None
 
 

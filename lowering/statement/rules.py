@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
@@ -151,7 +151,10 @@ class LayerForm:
         if not given:
             return leaf
         of_index = {index: var for var, index in given.items()}
-        anywhere = self._evaluator.element(value, tuple(of_index.get(index, index) for index in indices), MAX_PROJECTIONS)
+        try:
+            anywhere = self._evaluator.element(value, tuple(of_index.get(index, index) for index in indices), MAX_PROJECTIONS)
+        except Unroll:  # what was stacked has a formula of its own each
+            return leaf
         return self._algebra.substitute(anywhere, given)
 
     def _is_mask(self, e: Expr) -> bool:

@@ -156,6 +156,20 @@ def test_experts_that_write_to_their_input():
     guarded.assert_left_alone(records)
 
 
+class HalvingExpert(zoo.GluMLP):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def test_experts_that_halve_their_input():
+    """Which is one of the parts that a split gives."""
+    torch.manual_seed(0)
+    layer = make_layer(split.split_list, expert=HalvingExpert)
+    with rewriting_backend() as backend, torch.no_grad():
+        x = torch.randn(T, zoo.D)
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+
+
 def test_any_number_of_tokens():
     layer = make_layer(split.deepseek_infer)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:

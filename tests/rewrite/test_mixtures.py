@@ -57,11 +57,18 @@ def of_one_tensor(self, x, shares):
     return torch.einsum("...e,...ed->...d", shares, torch.einsum("...ef,efd->...ed", h, self.down))
 
 
+def onto_the_tokens(self, x, shares):
+    out = x
+    for e, expert in enumerate(self.experts):
+        out = out + shares[..., e : e + 1] * expert(x)
+    return out
+
+
 def beside_others(self, x, shares):
     return x + self.shared(x) + loop(self, x, shares)
 
 
-SPELLINGS = [loop, summed, features_first, multiplied, of_one_tensor, beside_others]
+SPELLINGS = [loop, summed, features_first, multiplied, of_one_tensor, beside_others, onto_the_tokens]
 
 def straight_through(logits):
     """The largest one's output, and the gradient of all."""

@@ -44,6 +44,17 @@ def flattened(logits):
     return weights, ids, (ids.view(-1) == 1).float().mean()
 
 
+def test_others_read_ids_in_the_order_that_the_choice_gave():
+    """Unsorted choices have one of their own, by which a buffer's places may be counted."""
+
+    def unsorted(logits):
+        weights, ids = logits.softmax(-1).topk(K, sorted=False)
+        return weights, ids, (ids[:, 0] == 1).float().mean()
+
+    rewriting = check_against_eager(Layer(unsorted), torch.randn(T, D))
+    assert rewriting.rewritten and "route" not in " ".join(rewriting.operators())
+
+
 SHARED = [softmax_first, softmax_last, biased, chosen_without_gradient, flattened]
 
 
