@@ -91,6 +91,23 @@ def test_collector_of_garbage_rests_while_a_graph_is_rewritten(monkeypatch):
     assert rests == [True] and gc.isenabled()
 
 
+def test_names_that_a_caller_asked_for_stay():
+    """Up to Python 3.12 ``locals()`` is the dictionary that a frame has, which is asked for the module that calls another."""
+
+    class Caller(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.compile(LoopMoE(), backend="moeblaze")
+
+        def forward(self, x):
+            given = locals()
+            return self.layer(x), given
+
+    caller = Caller()
+    _, given = caller(torch.randn(4, 8))
+    assert given["self"] is caller and "x" in given
+
+
 def test_inference():
     with moeblaze_compile.enabled(), torch.no_grad():
         inputs = tuple(tensor.detach() for tensor in tanh_inputs())
