@@ -222,8 +222,9 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            detail, has_experts = describe_last(masked, feature), has_one_projection(masked, feature)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=has_experts)
+            projects = has_one_projection(masked, feature)
+            detail = ONE_PROJECTION if projects else describe_last(masked[0], feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=projects)
         others = list((Counter(terms) - Counter(experts)).elements())
         try:
             written = fake_of(self.view.writes.get(root, root))

@@ -219,16 +219,14 @@ def describe(e: Expr, feature: Expr) -> str:
     return f"{made_by(e, feature)} where a projection is expected"
 
 
-def describe_last(terms: Sequence[Expr], feature: Expr) -> str:
-    """What stands before the last projections of terms, of which nothing else is known; in its place if there is none.
+def describe_last(e: Expr, feature: Expr) -> str:
+    """What stands before the last projection of a term, of which nothing else is known; in its place if there is none.
 
         F.rms_norm(F.silu(x @ up), (F,)) @ down             'rms_norm'
     """
-    if has_one_projection(terms, feature):
-        return ONE_PROJECTION
-    for width, inner in _projected(terms[0], feature):
+    for width, inner in _projected(e, feature):
         return f"{made_by(inner, width)} where a pointwise function of a projection is expected"
-    return describe(terms[0], feature)
+    return describe(e, feature)
 
 
 def has_one_projection(terms: Sequence[Expr], feature: Expr) -> bool:
