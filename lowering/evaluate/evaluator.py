@@ -5,7 +5,7 @@ over what lands on an element, so that a sorted, a masked and a looped spelling 
 Evaluation stops (a leaf) at operators without canonical form, and where `depth` says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.non_negative import never_negative
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
@@ -310,10 +310,22 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         e = self.element(x, indices, depth)
         outside = [f for f in factors_of(e) if f.free.isdisjoint(indices[-1].free)]
         inside = self.algebra.mul(*(f for f in factors_of(e) if f not in outside))
-        apart = all(_tells(e, var) for index in indices for var in index.free)
+        told = [i for leaf in subexpressions(e, lambda s: s.kind == "leaf") for i in leaf.args[1]] + [*self._of_true_elements(e)]
+        apart = all(tells(self.algebra, told, var) for index in indices for var in index.free)
         if not (apart and inside.has_dot) or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
             return self.algebra.leaf(value, indices)
         return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn))
+
+    def _of_true_elements(self, e: Expr) -> Iterator[Expr]:
+        """What is one number for all true elements of a mask, such as the ids of the rows of one expert; of masks in ``e``."""
+        for place in subexpressions(e, lambda s: s.kind == "nonzero" or self.key_in_run(s) is not None):
+            if (key := self.key_in_run(place)) is not None:
+                yield key
+                continue
+            for hit in factors_of(self.element(place.args[0], tuple(self.algebra.true_place(*place.args[::2])))):
+                if hit.kind == "eq" and any(side.kind == "const" for side in hit.args):
+                    yield from (side for side in hit.args if side.kind != "const")
+            yield from self._of_true_elements(place.args[2])
 
     # Reductions.
 
@@ -453,11 +465,6 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 def _is_only_feature(index: Expr) -> bool:
     """Whether an index is the feature of an output that has one."""
     return index.kind == "var" and index.args[1:] == (1, "d")
-
-
-def _tells(e: Expr, var: Expr) -> bool:
-    """True if ``e`` reads more of a variable than what it is divided by a size: ``x[u]``, not ``x[u // 2]``."""
-    return any(end is var for end in subexpressions(e, lambda s: s.kind in ("var", "div", "mod"), over=var))
 
 
 _EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)

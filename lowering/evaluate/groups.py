@@ -202,6 +202,19 @@ class GroupRules:
         hit = self.algebra.eq(key, number)
         return counts is hit or (counts is self.algebra.mul(hit, once) and are_distinct(self.algebra, key, axes[-1]))
 
+    def key_in_run(self, read: Expr) -> Expr | None:
+        """The number of the group of a row, of which ``read`` is what it has at its place in the order that made the groups."""
+        row = read.args[1][0] if read.kind == "leaf" and read.args[1] else read.args[2] if read.kind == "nonzero" else read
+        run = self.run(row.args[0]) if row.kind == "nonzero" and row.args[0].op == "between" else None
+        if run is None or row is read:
+            return None
+        order = read.args[0]
+        if read.kind == "nonzero":
+            by_axis = self.counts_true(run.var, run.counts, order, 0)
+            return self.algebra.true_place(order, row)[0] if by_axis else None
+        is_order = order.op == "argsort" and self._counts(run.var, run.counts, order.args[0])
+        return self.element(order.args[0], (read,)) if is_order else None
+
     def counts_true(self, number: Expr, counts: Expr, mask: Value, dim: int) -> bool:
         """Whether ``counts`` is how many true elements of a mask have ``number`` as their index of one axis, of all of it."""
         return same_size(number.args[1], mask.shape[dim]) and counts is self.true_at(mask, dim, number)

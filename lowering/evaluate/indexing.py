@@ -103,8 +103,7 @@ class IndexingRules:
         if mask.op != "reshape" or len(mask.shape) != 1:
             return self.algebra.nonzero(self.same_rows(mask), dim, row, mask.shape[dim])
         (whole,) = mask.args
-        coordinates = [self.algebra.nonzero(whole, d, row, size) for d, size in enumerate(whole.shape)]
-        return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))
+        return self.algebra.linear(0, zip(_strides(whole.shape), self.algebra.true_place(whole, row), strict=True))
 
     def first_true(self, order: Value, rows: Size, row: Expr) -> Expr:
         """Any of the first ``rows`` places in an order in which true elements come first: of them, where they are as many.
@@ -278,7 +277,7 @@ class IndexingRules:
                 index = self.algebra.fresh((row, *at, *free), extent)
                 free += [index] if index.kind == "var" else []
             coordinates.append(index)
-        replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
+        replace = dict(zip(self.algebra.true_place(mask, row), coordinates, strict=True))
         replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
         hits = self.element(mask, tuple(coordinates), depth)
         return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
@@ -308,8 +307,8 @@ class IndexingRules:
         ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
         if len(ids) != 1 or not slot.free <= ids[0].free:
             return None
-        of_row = {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
-        of_slot = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
+        of_row = dict(zip(self.algebra.true_place(mask, row), at, strict=True))
+        of_slot = dict(zip(self.algebra.true_place(slots, row), coordinates, strict=True))
         of_slot |= {e: slot for e, true in self._first_true(body, slot, depth) if self.algebra.substitute(true, of_row) is hits}
         if not any(True for _ in subexpressions(body, of_slot.__contains__)):
             return None

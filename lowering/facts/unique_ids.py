@@ -16,28 +16,34 @@ from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
-def are_distinct(algebra: Algebra, ids: Expr, slot: Expr | None) -> bool:
+def are_distinct(algebra: Algebra, ids: Expr, slot: Expr) -> bool:
     """Whether ``ids`` differ for different values of the variable ``slot``, whatever the other variables are.
 
     They do if they tell the slot: as an index of a top-k tells its place in it, and this place whatever it is made of.
     """
+    return tells(algebra, [ids], slot)
+
+
+def tells(algebra: Algebra, numbers: Iterable[Expr], var: Expr) -> bool:
+    """True if ``var`` is known when ``numbers`` and all other variables are."""
     told: set[Expr] = set()
-    new = [ids]
-    while new and slot not in told:
-        number = new.pop()
-        if slot in number.free and number not in told:
-            told.add(number)
-            new += _told_by(algebra, number, slot)
-            new += _dividends(told)
-    return slot in told
+    new = {number for number in numbers if var in number.free}
+    while new and var not in told:
+        told |= new
+        found = {*_dividends(told)}.union(*(_told_by(algebra, number, told, var) for number in told))
+        new = {number for number in found if var in number.free} - told
+    return var in told
 
 
-def _told_by(algebra: Algebra, number: Expr, slot: Expr) -> Iterable[Expr]:
-    """What depends on ``slot`` and is known when ``number`` and all other variables are."""
-    if number.kind == "leaf" and not any(slot in index.free for index in number.args[1][:-1]):
-        return number.args[1][-1:] if _is_choice(number) else ()
-    if number.kind == "linear":
-        return _digits(algebra, [(c, atom) for c, atom in number.args[1] if slot in atom.free])
+def _told_by(algebra: Algebra, number: Expr, told: set[Expr], var: Expr) -> Iterable[Expr]:
+    """What is known when ``number`` is and what is ``told``."""
+    match number.kind:
+        case "leaf" if all(var not in index.free or index in told for index in number.args[1][:-1]):
+            return number.args[1][-1:] if _is_choice(number) else ()
+        case "linear":
+            return _digits(algebra, [(c, atom) for c, atom in number.args[1] if var in atom.free and atom not in told])
+        case "nonzero" if all(place in told or place.args[3] == 1 for place in algebra.true_place(*number.args[::2])):
+            return number.args[2:3]
     return ()
 
 
@@ -68,7 +74,7 @@ _POSITIONS = {("topk", 1): 2, ("sort", 1): 1, ("argsort", None): 1}
 def _is_choice(ids: Expr) -> bool:
     """Whether ``ids`` is an element of what a top-k or a sort along its last axis has chosen."""
     if ids.args[0].op not in ("output", "opaque"):
-        return False
+        return ids.args[0].op == "argsort"
     made_by, which = ids.args[0].args[:2]
     name = target_name(made_by)
     return (name, which) in _POSITIONS and _dim(made_by, name) in (-1, len(ids.args[1]) - 1)

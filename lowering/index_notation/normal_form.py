@@ -475,6 +475,10 @@ class Algebra:
     def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
         return self._intern("nonzero", mask, axis, row, extent)
 
+    def true_place(self, mask: Any, row: Expr) -> list[Expr]:
+        """The indices of the true element of a mask that comes ``row``-th in row-major order."""
+        return [self.nonzero(mask, axis, row, extent) for axis, extent in enumerate(mask.shape)]
+
     def group(self, var: Expr, counts: Expr, row: Expr) -> Expr:
         return self._resolve_group(self._close("group", var, counts, row))
 

@@ -30,9 +30,10 @@ class Layer(nn.Module):
     def expert(self, e, x):
         return self.own(self, e, x)
 
-    def forward(self, x):
+    def forward(self, batch):
+        x = batch.flatten(0, -2)
         weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
-        return self.combine(self, x, weights, ids)
+        return self.combine(self, x, weights, ids).view(batch.shape)
 
 
 def behind(self, e, x):
@@ -80,8 +81,25 @@ def stacked(self, x, weights, ids):
     return (outputs.gather(1, ids.unsqueeze(-1).expand(-1, -1, D)) * weights.unsqueeze(-1)).sum(1)
 
 
+def split(self, x, weights, ids):
+    order = ids.flatten().argsort(stable=True)
+    token = order // ids.shape[1]
+    parts = x[token].split(F.one_hot(ids, len(self.up)).sum((0, 1)).tolist())
+    y = torch.cat([self.expert(e, part) for e, part in enumerate(parts)])
+    return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order, None])
+
+
+def split_by_mask(self, x, weights, ids):
+    gates = torch.zeros(len(x), len(self.up), dtype=x.dtype).scatter(1, ids, weights)
+    chosen = torch.zeros_like(gates, dtype=torch.bool).scatter(1, ids, True)
+    expert, token = chosen.t().nonzero(as_tuple=True)
+    y = torch.cat([self.expert(e, part) for e, part in enumerate(x[token].split(chosen.sum(0).tolist()))])
+    return torch.zeros_like(x).index_add(0, token, y * gates[token, expert, None])
+
+
 def drawn(self, x):
     """The layer with the numbers that are drawn for the rows of all slots: for activations as they are sorted by expert."""
+    shape, x = x.shape, x.flatten(0, -2)
     weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
     order = ids.flatten().argsort(stable=True)
     kept = [torch.ones(len(order), width) for width in (H, D)]
@@ -95,7 +113,7 @@ def drawn(self, x):
         h = F.gelu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
         h = F.silu(self.up[e](x[t] * 1.25)) if self.own is scaled else h
         out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weights[t, k]).unsqueeze(0))
-    return out
+    return out.view(shape)
 
 
 PROBABILITIES = {behind: (0, BEHIND), between: (BETWEEN, 0), both: (BETWEEN, BEHIND), scaled: (0, BEHIND)}
@@ -112,14 +130,19 @@ def _results(layer, run, x):
 
 
 # Each spelling with two of the three sizes, and with dropout at two of the places.
-@pytest.mark.parametrize(("combine", "expert", "num_tokens", "top_k"), [
-    (combine, (behind, between, both)[(n + i) % 3], *((T, K), (1, K), (T, 1))[(2 * n + i) % 3])
+@pytest.mark.parametrize(("combine", "expert", "tokens", "top_k"), [
+    (combine, (behind, between, both)[(n + i) % 3], *(((3, T // 3), K), ((1,), K), ((T,), 1))[(2 * n + i) % 3])
     for n, combine in enumerate((loop, masked, by_mask, stacked))
     for i in range(2)
-] + [(stacked, scaled, T, K)], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
-def test_numbers_and_gradients(fp64, combine, expert, num_tokens, top_k):
+] + [
+    (stacked, scaled, (T,), K),
+    (masked, between, (3, T // 3), K),
+    (split, behind, (3, T // 3), K),
+    (split_by_mask, both, (T,), K),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
+def test_numbers_and_gradients(fp64, combine, expert, tokens, top_k):
     torch.manual_seed(0)
-    layer, x = Layer(combine, expert, top_k), torch.randn(num_tokens, D)
+    layer, x = Layer(combine, expert, top_k), torch.randn(*tokens, D)
     run, backend = compiled(layer, aot=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         actual = _results(layer, run, x)
@@ -155,6 +178,10 @@ def mean_of_expanded(self, e, x):
     return F.dropout(self.down[e](F.relu(self.up[e](x)))[:, None].expand(-1, 2, -1), BEHIND).mean(1)
 
 
+def of_every_other_token(self, e, x):
+    return behind(self, e, x[::2].repeat_interleave(2, 0))
+
+
 def of_channels(self, e, x):
     return F.dropout1d(self.down[e](F.relu(self.up[e](x))), BEHIND)
 
@@ -164,7 +191,10 @@ def twice_used(self, e, x):
     return dropped * dropped
 
 
-TWINS = (gate_alone, several_probabilities, one_mask_for_all_tokens, mean_of_two_draws, mean_of_expanded, of_channels, twice_used)
+TWINS = (
+    gate_alone, several_probabilities, one_mask_for_all_tokens, mean_of_two_draws, mean_of_expanded, of_every_other_token,
+    of_channels, twice_used,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("expert", TWINS, ids=lambda f: f.__name__)
@@ -194,6 +224,7 @@ class Given(Layer):
 def test_one_draw_for_two_slots_is_left_alone():
     x, ids = torch.randn(T, D), torch.randint(0, E, (T, K))
     assert rewrite_of(Given(masked, behind), x, ids).reasons == ["STATEMENT"]
+    assert not rewrite_of(Given(split, behind), x, ids).rewritten
     assert len(rewrite_of(Given(masked, behind).eval(), x, ids).rewritten) == 1
 
 
