@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of
@@ -15,7 +15,6 @@ from moeblaze_ops.lowering.index_notation.intervals import interval_of
 Floors = Mapping[Expr, float]
 
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
-_VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
 
 
 def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
@@ -96,4 +95,5 @@ def _is_trusted(value: Value) -> bool:
         return True
     if value.op in ("cat", "stack"):
         return all(map(_is_trusted, value.args[0]))
-    return value.op in _VIEWS and not value.dtype.is_floating_point and _is_trusted(value.args[0])
+    holds_others = value.op in ELEMENTS_OF_FIRST or value.op == "cast"
+    return holds_others and not value.dtype.is_floating_point and _is_trusted(value.args[0])

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
 from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
@@ -356,13 +355,6 @@ def _exact_integers(x: Value) -> Value:
     return given if x.dtype.is_floating_point else x
 
 
-def bound_of(x: Value) -> Size | None:
-    """An exclusive upper bound of ids that are not negative, None where that is not known."""
-    while x.op in ("reshape", "permute", "select", "slice"):
-        x = x.args[0]
-    return x.bound
-
-
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
     if len(tensor(keys).shape) == 1 and keys.dtype == torch.bool and descending and stable:
@@ -406,7 +398,7 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
     require(min == 0 and max > 0 and integers.dtype.is_floating_point is False, "bins of integers")
-    bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
+    bound = integers.bound  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, counts_of(view, ids, bins), output_dtype(view))
 
@@ -442,7 +434,7 @@ def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     indices.bound = tensor(x).shape[axis(x, dim)]
     if at == 0 and target_name(view._node) == "max" and not values.dtype.is_floating_point:
         values = _largest_along(view, x, dim, args[1] if len(args) > 1 else kwargs.get("keepdim", False))
-    values.fades = is_fading(x)
+    values.fades = x.fades
     return values, indices
 
 

@@ -20,8 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
-from moeblaze_ops.lowering.index_notation.expr import DETACH
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number, underflows_no_earlier
 
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""
@@ -107,7 +106,7 @@ def _detach(view: GraphView, x: Any) -> Value:
     if view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point:
         return tensor(x)
     require(not x.of_state, "a parameter without gradient is one of its own")
-    return view.make("pointwise", DETACH, (x,), (), shape=x.shape, dtype=x.dtype)
+    return view.make("pointwise", "detach", (x,), (), shape=x.shape, dtype=x.dtype)
 
 
 @form("flip")
@@ -238,7 +237,9 @@ def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
         return permuted(view, cast(view, x.args[0], dtype), x.args[1])
     if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
         return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
-    return view.make("cast", x, shape=x.shape, dtype=dtype)
+    made = view.make("cast", x, shape=x.shape, dtype=dtype)
+    made.fades = x.fades and underflows_no_earlier(dtype, x.dtype)
+    return made
 
 
 def is_scattered_over(x: Value, number: float) -> bool:

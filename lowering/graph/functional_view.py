@@ -33,11 +33,16 @@ class NotCanonical(Exception):
     """An operator was used in a way that has no canonical form; its result stays opaque."""
 
 
+ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "tile", "spread", "take", "index"))
+"""Kinds of values of which each element is one of the first operand."""
+
+
 class Value:
     """An interned tensor value: ``op`` applied to ``args`` (values and constants).
 
     ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
-    ``fades`` says what `zero_stops_gradient` means by it, ``of_state`` what `model_state` does.
+    ``fades`` says what `zero_stops_gradient` means by it, ``of_state`` what `model_state` does. Both hold of what has elements of
+    such a value alone, as a view has.
     """
 
     __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "of_state", "op", "shape")
@@ -281,6 +286,8 @@ class GraphView:
         if found is None:
             found = self._pool[key] = Value(op, args, shape, dtype, self._node)
             found.of_state = self._node in self._of_state
+            if op in ELEMENTS_OF_FIRST:
+                found.bound, found.fades = args[0].bound, args[0].fades
         return found
 
     def opaque(self, node: fx.Node, tag: Any = None) -> Any:

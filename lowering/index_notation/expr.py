@@ -95,6 +95,11 @@ def leaves_of(e: Expr) -> set[Any]:
     return {leaf.args[0] for leaf in subexpressions(e, lambda s: s.kind == "leaf")}
 
 
+def is_changing(e: Expr) -> bool:
+    """True if ``e`` is a number of Python's that may be another at the next call."""
+    return e.kind == "leaf" and e.args[0].op == "number"
+
+
 def differ(a: "Expr", b: "Expr") -> bool:
     """Comparisons of the same expression with two numbers."""
     if a.kind != "eq" or b.kind != "eq":

@@ -15,9 +15,8 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, is_changing, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
-from moeblaze_ops.lowering.match.terms.activation import is_changing
 
 _LEVEL = 150
 """Variables that stand for subscripts are numbered from here, above those of a statement."""
