@@ -37,7 +37,7 @@ from moeblaze_ops.lowering.forms.views import (
     tensor,
 )
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
@@ -168,12 +168,6 @@ def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     if all(index is None for index in indices):
         return x
     return view.make("index", x, indices, _first_axis(indices))
-
-
-@form("index")
-def _index(view: GraphView, x: Any, indices: Any) -> Any:
-    """A subscript as exported programs hold it; None stands for a whole axis."""
-    return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
 
 
 @form("masked_select")
@@ -361,7 +355,8 @@ def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False
         return view.make("true_first", keys, shape=keys.shape, dtype=torch.int64)
     if len(tensor(keys).shape) > 1:
         order = view.opaque(view._node)
-        order.bound = keys.shape[axis(keys, dim)]
+        order.choices_along = axis(keys, dim)
+        order.bound = keys.shape[order.choices_along]
         return order
     return _permutation(view, tensor(keys), dim, descending)
 
@@ -373,7 +368,7 @@ def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, s
         columns = zip(*(_sort(view, column, 0, descending, stable) for column in keys.args[0]), strict=True)
         return tuple(view.make("stack", parts, keys.args[1], shape=keys.shape, dtype=parts[0].dtype) for parts in columns)
     if len(keys.shape) > 1:
-        return _largest(view, keys, dim=dim)
+        return _choices(view, keys, dim)
     permutation = _permutation(view, tensor(keys), dim, descending)
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
 
@@ -420,22 +415,29 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
     return view.make("grouped_mm", cast(view, rows, dtype), cast(view, weights, dtype), tensor(offs))
 
 
-@form("topk", "max")
-def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Some values, or all, and where they are along the axis; nothing else is known of either."""
+def _choices(view: GraphView, x: Any, dim: int) -> tuple[Value, Value]:
+    """Some values along an axis, or all, and where they are; nothing else is known of either."""
+    values, indices = view.opaque(view._node)
+    indices.choices_along = axis(tensor(x), dim)
+    indices.bound = x.shape[indices.choices_along]
+    values.fades = x.fades
+    return values, indices
+
+
+@form("max")
+def _max(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(fake_of(view._node), torch.Tensor):
         if len(args) == 1 and isinstance(args[0], Value) and not kwargs:
             return view.make("pointwise", "maximum", (tensor(x), args[0]), ())
         require(not args and not kwargs, "the largest of one tensor, or the larger of two")
         return _largest_flag(view, x)
-    at = 1 if target_name(view._node) == "topk" else 0
-    dim = args[at] if len(args) > at else kwargs.get("dim", -1)
-    values, indices = view.opaque(view._node)
-    indices.bound = tensor(x).shape[axis(x, dim)]
-    if at == 0 and target_name(view._node) == "max" and not values.dtype.is_floating_point:
-        values = _largest_along(view, x, dim, args[1] if len(args) > 1 else kwargs.get("keepdim", False))
-    values.fades = x.fades
-    return values, indices
+    return _max_along(view, x, *args, **kwargs)
+
+
+def _max_along(view: GraphView, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    values, indices = _choices(view, x, dim)
+    indices.choices_along = None  # one of each
+    return values if values.dtype.is_floating_point else _largest_along(view, x, dim, keepdim), indices
 
 
 @form("amax")
@@ -485,6 +487,9 @@ short_forms({
         view, x, dim, index, value if src is None else src, False
     ),
     ("scatter_add",): lambda view, x, dim, index, src: _scatter(view, x, dim, index, src, True),
+    # A subscript as exported programs hold it: None stands for a whole axis.
+    ("index",): lambda view, x, indices: _getitem(view, tensor(x), tuple(slice(None) if i is None else i for i in indices)),
+    ("topk",): lambda view, x, k, dim=-1, *args, **kwargs: _choices(view, x, dim),
     ("counts_below",): lambda view, ids, num_experts: counts_of(view, tensor(ids), num_experts),
     ("bucketize",): lambda view, x, ends, *, right=False, **kwargs: _searchsorted(view, ends, x, right=right),
 })  # fmt: skip

@@ -168,11 +168,6 @@ def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 
 
-@form("addcmul")
-def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Value:
-    return pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b)))
-
-
 @form("pow")
 def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
     if isinstance(x, (int, float)):
@@ -247,6 +242,7 @@ short_forms({
     ("log10",): _scaled("log", 1, 1 / math.log(10)),
     ("logaddexp",): lambda view, a, b: pointwise(view, "add", a, pointwise(view, "softplus", pointwise(view, "sub", b, a))),
     ("tanhshrink",): lambda view, x: pointwise(view, "sub", x, pointwise(view, "tanh", x)),
+    ("addcmul",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b))),
     ("addcdiv",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "div", a, b))),
     ("positive", "pos", "__pos__"): lambda view, x: tensor(x),
     ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
