@@ -9,7 +9,7 @@ import torch
 
 from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.stored_numbers import underflows_no_earlier
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -18,8 +18,7 @@ def chosen(algebra: Algebra, number: Expr) -> Expr | None:
     """1 where ``number`` is not zero, if it fades."""
     if not fades(number):
         return None
-    factors = number.args if number.kind == "mul" else (number,)
-    return algebra.call(CHOSEN, (algebra.mul(*(f for f in factors if f.kind != "const")),))
+    return algebra.call(CHOSEN, (algebra.mul(*split_number(number)[1]),))
 
 
 def fades(e: Expr) -> bool:

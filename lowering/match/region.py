@@ -107,22 +107,9 @@ def _prove_gradients(
     if root in constant:
         return
     lost = own_dependencies(view, ends - constant, read - constant, without=constant)
-    for node in _in_order(view, lost):
-        if node.op in ("placeholder", "get_attr") and node not in constant and not _is_used(node, constant | carriers | {root}):
-            raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
-
-
-def _is_used(node: fx.Node, without: frozenset[fx.Node]) -> bool:
-    """Whether the output is computed from ``node`` on a way that goes past the nodes in ``without``."""
-    ways, seen = [node], set()
-    while ways:
-        for user in ways.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and user not in without:
-                seen.add(user)
-                ways.append(user)
-    return False
+    used = own_dependencies(view, [view.graph.output_node()], [], without=constant | carriers | {root}) if lost else set()
+    for node in _in_order(view, lost & view.inputs - constant - used):
+        raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
 
 
 def _reader(
@@ -174,14 +161,12 @@ def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
         return (root,)
     position = view.position[root]
     result = view.value_at(target, position)
-    carriers = []
-    for alias in view.aliases(target):
-        if view.position[alias] > position:
-            continue
-        held = view.value_at(alias, position)
-        if held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result):
-            carriers.append(alias)
-    return tuple(carriers)
+
+    def is_whole(held: Value) -> bool:
+        return held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result)
+
+    before = (alias for alias in view.aliases(target) if view.position[alias] <= position)
+    return tuple(alias for alias in before if is_whole(view.value_at(alias, position)))
 
 
 def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[fx.Node]) -> frozenset[fx.Node]:
