@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS, Depth, partial_sums
-from moeblaze_ops.lowering.evaluate.groups import GroupRules, Run
+from moeblaze_ops.lowering.evaluate.groups import Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
-from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
@@ -21,7 +20,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, TooLarge, factors_of, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -40,7 +39,7 @@ class Unroll(Exception):
         self.var = var
 
 
-class Evaluator(IndexingRules, GroupRules, RunRules):
+class Evaluator(IndexingRules):
     """Elements of the values of one graph; it does not look into those that are ``opaque``."""
 
     def __init__(self, opaque: frozenset[Value] = frozenset()) -> None:
@@ -107,7 +106,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
     def _element_reshape(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args
         for outer_axes, inner_axes in common_groups(value.shape, x.shape):
-            merged = len(outer_axes) > 1 or len(inner_axes) > 1
+            merged = (len(outer_axes), len(inner_axes)) != (1, 1)
             if merged and any(self.may_be_outside(indices[a], value.shape[a]) for a in outer_axes):
                 return self.algebra.leaf(value, indices)
         return self.element(x, self.reshape_indices(value.shape, x.shape, indices), depth)
@@ -121,10 +120,6 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         for outer_axes, inner_axes in common_groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
-                continue
-            wide = [[a for a in axes if not same_size(sizes[a], 1)] for axes, sizes in ((outer_axes, outer), (inner_axes, inner))]
-            if len(wide[0]) == len(wide[1]) == 1:  # x[None, token], of which only the data tell the number of rows
-                result += (indices[wide[0][0]] if a in wide[1] else self.algebra.zero for a in inner_axes)
                 continue
             position, stride = [], 1
             for a in reversed(outer_axes):
@@ -250,7 +245,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)
             whole = (not x.dtype.is_floating_point or is_integer(e)) and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
-            if whole and not holds(self.algebra, value.dtype, e):
+            if whole and not holds(value.dtype, e):
                 return self.algebra.leaf(value, indices)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
@@ -291,7 +286,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
-        wraps = not value.dtype.is_floating_point and not holds(self.algebra, value.dtype, e)
+        wraps = not value.dtype.is_floating_point and not holds(value.dtype, e)
         return self.algebra.leaf(value, indices) if wraps else e
 
     def _compared(self, e: Expr, own: Value, other: Value) -> Expr:
@@ -451,15 +446,15 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
         if e.kind != "mul" or e.has_dot:
             return e
-        numbers = [f for f in e.args if f.kind == "const"]
-        others = [f for f in e.args if f.kind != "const"]
+        number, others = split_number(e)
         kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
             f for f in others if not f.free.isdisjoint(features)
         ]
-        if not numbers or not kept:
+        if number == 1 or not kept:
             return e
-        others.remove(kept[0])
-        return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
+        rest = [*others]
+        rest.remove(kept[0])  # once, of a square
+        return self.algebra.mul(self.algebra.scaled(number, kept[0]), *rest)
 
 
 def _is_only_feature(index: Expr) -> bool:

@@ -16,13 +16,13 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
 class GroupRules:
-    """Rules of `searched`, `between` and `grouped_mm`; mixed into `elements.Evaluator`."""
+    """Rules of `searched`, `between` and `grouped_mm`; mixed into `Evaluator`, as those of `RunRules` and `IndexingRules`."""
 
     algebra: Algebra
     element: Callable[..., Expr]
@@ -76,9 +76,9 @@ class GroupRules:
         counted = [] if upper is None else list((upper - lower).elements())
         to_the_end = upper is None and same_size(mask.args[1][0], mask.shape[0]) and not mask.args[1][1]
         sample = counted[0] if len(counted) == 1 else next(iter(lower), None) if to_the_end else None
-        if sample is None or not (found := self._numbered(sample)):
+        if sample is None or not (found := self.numbered(sample)):
             return None
-        var, counts = found
+        var, counts = found.var, found.counts
         number, before = 0, lower
         while before and before <= lower:
             term = self.algebra.substitute(counts, {var: self.algebra.const(number)})
@@ -103,32 +103,25 @@ class GroupRules:
         return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
 
     def numbered(self, count: Expr) -> "Run | None":
-        """How many ids one number is, as a count of any number."""
-        found = self._numbered(count)
-        if found is None:
-            return None
-        consts = {side for e in subexpressions(count, lambda e: e.kind == "eq") for side in e.args if side.kind == "const"}
-        return Run(*found, next(iter(consts)).args[0])
-
-    def _numbered(self, count: Expr) -> tuple[Expr, Expr] | None:
-        """A count of one number as that of any: the variable in its place, and the count."""
-        hits = [e for e in subexpressions(count, lambda e: e.kind == "eq") if any(side.kind == "const" for side in e.args)]
-        numbers = {side for hit in hits for side in hit.args if side.kind == "const"}
-        keys = {hit: next((side for side in hit.args if side.kind != "const"), None) for hit in hits}
-        bounds = {self.algebra.extent(key) for key in keys.values() if key is not None}
+        """A count of one number as that of any, with a variable in its place."""
+        compared = {e: key_and_number(e) for e in subexpressions(count, lambda e: e.kind == "eq")}
+        numbers = {number for _, number in compared.values() if number is not None}
+        bounds = {self.algebra.extent(key) for key, _ in compared.values() if key is not None}
         if len(numbers) != 1 or len(bounds) != 1 or None in bounds or not is_count(count):
             return None
-        var, number = self.algebra.var(0, next(iter(bounds)), "r"), next(iter(numbers))
+        (number,), (bound,) = numbers, bounds
+        var = self.algebra.var(0, bound, "r")
 
         def of_any(e: Expr) -> Expr:
             """``e`` with the variable for the number where it is compared, and where it is an index of so many."""
             if e.kind == "leaf":
                 places = zip(e.args[1], e.args[0].shape, strict=True)
-                indices = (var if i is number and same_size(n, var.args[1]) else of_any(i) for i, n in places)
+                indices = (var if i is number and same_size(n, bound) else of_any(i) for i, n in places)
                 return self.algebra.leaf(e.args[0], tuple(indices))
-            return self.algebra.eq(of_any(keys[e]), var) if e in keys else self.algebra._rebuild(e, of_any)
+            key, _ = compared.get(e, (None, None))
+            return self.algebra._rebuild(e, of_any) if key is None else self.algebra.eq(of_any(key), var)
 
-        return var, of_any(count)
+        return Run(var, of_any(count), number.args[0])
 
     def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
         """The group in which a row stands, where the ends of the groups are running counts."""
@@ -151,8 +144,10 @@ class GroupRules:
     def _resolve_group(self, group: Expr) -> Expr:
         """The expert of a row that a sort by expert put in place, as the sorted key itself, or of one that was taken by it."""
         row = group.args[2]
-        if row is self.algebra.zero:
-            return self._only_group(group)
+        if row is self.algebra.zero:  # where there is one row in all its key is counted alone
+            number, counts = self.algebra.open(group)
+            key, axes = keys_counted(self.algebra, number, counts) or (group, [])
+            return group if axes or number in key.free else key
         if row.kind == "nonzero":
             return self._group_taken(group, row.args[0]) or group
         if row.kind != "inverse" or row.args[0].op != "argsort":
@@ -169,10 +164,8 @@ class GroupRules:
         """
         row = self.algebra.fresh((), mask.shape[0])
         hits = self.element(mask, (row,)) if len(mask.shape) == 1 else row
-        sides = hits.args if hits.kind == "eq" else ()
-        numbers = [side for side in sides if side.kind == "const"]
-        compared = any(side.kind == "group" and side.args == (*group.args[:2], row) for side in sides)
-        return numbers[0] if compared and numbers else None
+        key, number = key_and_number(hits)
+        return number if key is not None and key.kind == "group" and key.args == (*group.args[:2], row) else None
 
     def _counts(self, number: Expr, counts: Expr, keys: Value) -> bool:
         """Whether ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once.
@@ -185,22 +178,14 @@ class GroupRules:
             return False
         if key.kind == "nonzero" and key.args[2] is slot and self.counts_true(number, counts, *key.args[:2]):
             return True
-        if counts is self.algebra.sum(slot, self.algebra.eq(key, number)):
-            return True
-        axes: list[Expr] = []
-        while counts.kind == "sum":
-            var, counts = self.algebra.open(counts)
-            axes.append(var)
+        if (counted := keys_counted(self.algebra, number, counts)) is None:
+            return False
+        own, axes = counted
         position, size = [], 1
         for var in reversed(axes):
             position.append((size, var))
             size = size * var.args[1]
-        if not axes or not same_size(size, keys.shape[0]):
-            return False
-        key = self.element(keys, (self.algebra.linear(0, position),))
-        once = self.algebra.distinct(key, axes[-1])
-        hit = self.algebra.eq(key, number)
-        return counts is hit or (counts is self.algebra.mul(hit, once) and are_distinct(self.algebra, key, axes[-1]))
+        return same_size(size, keys.shape[0]) and self.element(keys, (self.algebra.linear(0, position),)) is own
 
     def key_in_run(self, read: Expr) -> Expr | None:
         """The number of the group of a row, of which ``read`` is what it has at its place in the order that made the groups."""
@@ -236,12 +221,6 @@ class GroupRules:
                 number = self.algebra.fresh((), counts.shape[0])
                 self.algebra.largest[size] = e, number, self.element(counts, (number,))
 
-    def _only_group(self, group: Expr) -> Expr:
-        """The expert of the first row, where there is one row in all."""
-        opened, counts = self.algebra.open(group)
-        key = [side for side in counts.args if side is not opened] if counts.kind == "eq" else []
-        return key[0] if len(key) == 1 and opened not in key[0].free else group
-
 
 @dataclass(frozen=True)
 class Run:
@@ -254,12 +233,27 @@ class Run:
 
 def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, num_groups: Size | None = None) -> bool:
     """Whether ``counts`` of all numbers add up to at most ``num_rows``, of those below ``num_groups`` to as many, if given."""
-    most = sum_of_counts(algebra, number, counts, num_groups)
-    return most is not None and same_size(most, num_rows)
+    return (most := sum_of_counts(algebra, number, counts, num_groups)) is not None and same_size(most, num_rows)
 
 
 def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size | None = None) -> Size | None:
     """What ``counts`` of all numbers add up to at most, of those below ``num_groups`` exactly, if given; None if not known."""
+    counted = keys_counted(algebra, number, counts)
+    if counted is None:
+        return None
+    key, axes = counted
+    if num_groups is not None:
+        bound = algebra.extent(key)
+        if not (isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups):
+            return None
+    return math.prod(axis.args[1] for axis in axes)
+
+
+def keys_counted(algebra: Algebra, number: Expr, counts: Expr) -> tuple[Expr, list[Expr]] | None:
+    """The key of which ``counts`` says how often it is ``number``, for each token once, and its axes; None for anything else.
+
+        sum_t sum_k [ids[t, k] = e]         ids[t, k], and t and k
+    """
     axes: list[Expr] = []
     while counts.kind == "sum":
         axis, counts = algebra.open(counts)
@@ -272,10 +266,7 @@ def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size
     if axes and not exact:
         once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
         exact = counts is once and are_distinct(algebra, keys[0], axes[-1])
-    if num_groups is not None:
-        bound = algebra.extent(keys[0])
-        exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups
-    return math.prod(axis.args[1] for axis in axes) if exact else None
+    return (keys[0], axes) if exact else None
 
 
 def written_out(algebra: Algebra, e: Expr) -> list[Expr]:

@@ -9,29 +9,23 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
+from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.index_notation.normal_form import Algebra, exact_quotient, may_be_negative
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
 
 
-class IndexingRules:
-    """Rules of the value kinds of `forms.indexing`; mixed into `Evaluator`."""
+class IndexingRules(RunRules):
+    """Rules of the value kinds of `forms.indexing`."""
 
-    algebra: Algebra
-    element: Callable[..., Expr]
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
-    runs: Callable[..., list[tuple[Size, Size]]]
-    partitioned: Callable[..., Size | None]
-    reordered: Callable[..., Expr | None]
-    same_rows: Callable[[Value], Value]
     _counted: Callable[..., Expr]
-    counts_true: Callable[[Expr, Expr, Value, int], bool]
-    true_at: Callable[[Value, int, Expr], Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -55,22 +49,7 @@ class IndexingRules:
 
             w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
         """
-        if never_negative(index, dict.fromkeys(subexpressions(index, self._counts_its_own), 1)):
-            return False
-        least, terms = index.args if index.kind == "linear" else (0, ((1, index),))
-        if index.kind == "const":
-            least, terms = index.args[0], ()
-        for coefficient, atom in terms:
-            if may_be_negative(coefficient):
-                bound = self.algebra.extent(atom)
-                if bound is None:
-                    return True
-                least = least + coefficient * (bound - 1)
-            elif self._counts_its_own(atom):
-                least = least + coefficient
-            elif not (_is_permuted(atom) or never_negative(atom)):
-                return True
-        return may_be_negative(least)
+        return not never_negative(index, dict.fromkeys(subexpressions(index, self._counts_its_own), 1))
 
     def _counts_its_own(self, atom: Expr) -> bool:
         """Whether a running count has counted the row that it is read at: it is 1 or more.
@@ -280,7 +259,7 @@ class IndexingRules:
         replace = dict(zip(self.algebra.true_place(mask, row), coordinates, strict=True))
         replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
         hits = self.element(mask, tuple(coordinates), depth)
-        return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
+        return _Landed(free, hits, self.algebra.substitute(body, replace), key_and_number(hits)[0])
 
     def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
@@ -304,8 +283,8 @@ class IndexingRules:
         slot = self.algebra.fresh((row, *at), slots.shape[dim])
         coordinates = (*at[:dim], slot, *at[dim:])
         hits = self.element(slots, coordinates, depth)
-        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
-        if len(ids) != 1 or not slot.free <= ids[0].free:
+        ids, _ = key_and_number(hits)
+        if ids is None or not slot.free <= ids.free:
             return None
         of_row = dict(zip(self.algebra.true_place(mask, row), at, strict=True))
         of_slot = dict(zip(self.algebra.true_place(slots, row), coordinates, strict=True))
@@ -314,8 +293,8 @@ class IndexingRules:
             return None
         replace = {**of_row, **of_slot}
         free = [slot] if slot.kind == "var" else []
-        once = self.algebra.mul(*(self.algebra.distinct(ids[0], var) for var in free))
-        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
+        once = self.algebra.mul(*(self.algebra.distinct(ids, var) for var in free))
+        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids)
 
     def _first_true(self, body: Expr, slot: Expr, depth: int) -> Iterator[tuple[Expr, Expr]]:
         """Places of the largest of an axis in ``body``, and what is at ``slot`` of that axis: of a mask, its true element."""
@@ -375,7 +354,7 @@ class IndexingRules:
         position = self.algebra.linear(0, terms)
         source = self.algebra.inverse(slot.args[0], position) if permuted else position
         body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
-        unique = _compared(hits) if unique is None else self.algebra.substitute(unique, {row: source})
+        unique = key_and_number(hits)[0] if unique is None else self.algebra.substitute(unique, {row: source})
         return _Landed(free, hits, body, unique)
 
 
@@ -459,12 +438,6 @@ def _flattened_coordinates(key: Expr) -> list[Expr] | None:
     strides = {atom: stride for stride, atom in key.args[1]}
     row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
     return coordinates if row_major else None
-
-
-def _compared(hits: Expr) -> Expr | None:
-    """What a comparison compares with a number."""
-    compared = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
-    return compared[0] if len(compared) == 1 else None
 
 
 def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:

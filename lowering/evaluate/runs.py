@@ -8,19 +8,17 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+from moeblaze_ops.lowering.evaluate.groups import GroupRules
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
-from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, key_and_number
 
 _KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
 
 
-class RunRules:
-    """Rules of `cat` and `argsort`; mixed into `Evaluator`."""
+class RunRules(GroupRules):
+    """Rules of `cat` and `argsort`."""
 
-    algebra: Algebra
-    element: Callable[..., Expr]
     coordinates: Callable[..., list[Expr] | None]
     landed: Callable[..., Expr]
     one_of: Callable[..., Expr]
@@ -74,9 +72,11 @@ class RunRules:
                 return None
             mask = coordinates[0].args[0]
             hits = self.element(mask, tuple(self.algebra.var(i, size, "r") for i, size in enumerate(mask.shape)))
-            sides = hits.args if hits.kind == "eq" else ()
-            numbers += [side.args[0] for side in sides if side.kind == "const"]
-            keys.update(side for side in sides if side.kind != "const")
+            key, number = key_and_number(hits)
+            if key is None:
+                return None
+            keys.add(key)
+            numbers.append(number.args[0])
             sizes.append(mask.shape)
         if len(keys) != 1 or len(set(sizes)) != 1 or sorted(numbers) != list(range(len(sizes))):
             return None

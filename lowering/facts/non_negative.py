@@ -7,15 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
+from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of
+from moeblaze_ops.lowering.index_notation.number_ranges import extent, may_be_negative
 
 Floors = Mapping[Expr, float]
 
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
-_VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
 
 
 def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
@@ -40,11 +41,22 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
     if e.kind == "add":
         return sum(_least(term, floors) for term in e.args)
     if e.kind == "mul":
-        return _least_product(e.args, floors)
+        return _least_product(*split_number(e), floors)
     if e.kind == "linear":
-        known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
-        return e.args[0] + sum(c * _least(atom, floors) for c, atom in e.args[1]) if known else -math.inf
+        return _least_linear(e.args[0], e.args[1], floors)
     return _least_call(e, floors) if e.kind == "call" else -math.inf
+
+
+def _least_linear(constant: Size, terms: Sequence[tuple[Size, Expr]], floors: Floors) -> float:
+    """A lower bound of ``constant + sum(coefficient * atom)``; zero for one that is no less for any sizes."""
+    least = constant
+    for coefficient, atom in terms:
+        falls = may_be_negative(coefficient)
+        end = (extent(atom) or math.inf) - 1 if falls else _least(atom, floors)
+        if abs(end) == math.inf or (falls and may_be_negative(-coefficient)):
+            return -math.inf
+        least = least + coefficient * end
+    return least if isinstance(least, int) else -math.inf if may_be_negative(least) else 0
 
 
 def _least_call(call: Expr, floors: Floors) -> float:
@@ -70,10 +82,8 @@ def _least_call(call: Expr, floors: Floors) -> float:
 
 def _floors(mask: Expr, holds: bool) -> Floors:
     """What integers are no less than where a mask holds, or where it does not."""
-    if mask.kind != "add":
-        return _floors_of(factors_of(mask), holds)
-    other = [factor for term in mask.args for factor in factors_of(term) if factor.kind != "const"]
-    return _floors_of(other, not holds) if is_indicator(mask) else {}  # 1 - other
+    masks = complement_of(mask)
+    return _floors_of(masks, not holds) if masks else _floors_of(factors_of(mask), holds)
 
 
 def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
@@ -83,12 +93,10 @@ def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
     return {atom: end for atom, first, end in told if first == -math.inf and len(factors) == 1}
 
 
-def _least_product(factors: tuple[Expr, ...], floors: Floors) -> float:
-    number = math.prod(f.args[0] for f in factors if f.kind == "const")
-    others = [f for f in factors if f.kind != "const"]
+def _least_product(number: float, factors: Sequence[Expr], floors: Floors) -> float:
     if number >= 0:
-        return 0 if all(_least(f, floors) >= 0 for f in others) else -math.inf
-    return number if all(map(is_indicator, others)) else -math.inf
+        return 0 if all(_least(f, floors) >= 0 for f in factors) else -math.inf
+    return number if all(map(is_indicator, factors)) else -math.inf
 
 
 def _is_trusted(value: Value) -> bool:
@@ -96,4 +104,5 @@ def _is_trusted(value: Value) -> bool:
         return True
     if value.op in ("cat", "stack"):
         return all(map(_is_trusted, value.args[0]))
-    return value.op in _VIEWS and not value.dtype.is_floating_point and _is_trusted(value.args[0])
+    holds_others = value.op in ELEMENTS_OF_FIRST or value.op == "cast"
+    return holds_others and not value.dtype.is_floating_point and _is_trusted(value.args[0])

@@ -8,10 +8,7 @@
 
 from collections.abc import Iterable
 
-from torch import fx
-
 from moeblaze_ops.lowering.facts.non_negative import never_negative
-from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -39,7 +36,7 @@ def _told_by(algebra: Algebra, number: Expr, told: set[Expr], var: Expr) -> Iter
     """What is known when ``number`` is and what is ``told``."""
     match number.kind:
         case "leaf" if all(var not in index.free or index in told for index in number.args[1][:-1]):
-            return number.args[1][-1:] if _is_choice(number) else ()
+            return number.args[1][-1:] if number.args[0].choices_along == len(number.args[1]) - 1 else ()
         case "linear":
             return _digits(algebra, [(c, atom) for c, atom in number.args[1] if var in atom.free and atom not in told])
         case "nonzero" if all(place in told or place.args[3] == 1 for place in algebra.true_place(*number.args[::2])):
@@ -65,21 +62,3 @@ def _dividends(told: set[Expr]) -> Iterable[Expr]:
     """Numbers of which quotient and remainder by one size are known."""
     quotients, remainders = ({part.args for part in told if part.kind == kind} for kind in ("div", "mod"))
     return [number for number, _ in quotients & remainders]
-
-
-_POSITIONS = {("topk", 1): 2, ("sort", 1): 1, ("argsort", None): 1}
-"""What gives places of the elements of an axis, no place twice, by the number of its output; and where its ``dim`` stands."""
-
-
-def _is_choice(ids: Expr) -> bool:
-    """Whether ``ids`` is an element of what a top-k or a sort along its last axis has chosen."""
-    if ids.args[0].op not in ("output", "opaque"):
-        return ids.args[0].op == "argsort"
-    made_by, which = ids.args[0].args[:2]
-    name = target_name(made_by)
-    return (name, which) in _POSITIONS and _dim(made_by, name) in (-1, len(ids.args[1]) - 1)
-
-
-def _dim(made_by: fx.Node, name: str) -> int:
-    at = next(at for (known, _), at in _POSITIONS.items() if known == name)
-    return made_by.args[at] if len(made_by.args) > at else made_by.kwargs.get("dim", -1)

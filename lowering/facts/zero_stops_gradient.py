@@ -7,30 +7,28 @@ included. Hence a mask of the weights that are not zero can go where it is multi
 
 import torch
 
-from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, subexpressions
+from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
+from moeblaze_ops.lowering.graph.stored_numbers import underflows_no_earlier
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-_VIEWS = frozenset(("reshape", "permute", "slice", "select", "expand", "take", "index"))
 
 
 def chosen(algebra: Algebra, number: Expr) -> Expr | None:
     """1 where ``number`` is not zero, if it fades."""
     if not fades(number):
         return None
-    factors = number.args if number.kind == "mul" else (number,)
-    return algebra.call(CHOSEN, (algebra.mul(*(f for f in factors if f.kind != "const")),))
+    return algebra.call(CHOSEN, (algebra.mul(*split_number(number)[1]),))
 
 
 def fades(e: Expr) -> bool:
     kind = e.kind
     if kind == "leaf":
-        return is_fading(e.args[0])
+        return e.args[0].fades
     if kind == "call":
         return e.args[0] == "sigmoid"
     if kind == "cast":
-        return fades(e.args[1]) and all(_underflows_no_earlier(e.args[0], d) for d in _dtypes(e.args[1]))
+        return fades(e.args[1]) and all(underflows_no_earlier(e.args[0], d) for d in _dtypes(e.args[1]))
     if kind == "mul":
         return any(map(fades, e.args)) and all(fades(f) or _is_positive_or_mask(f) for f in e.args)
     if kind == "sum":
@@ -38,16 +36,9 @@ def fades(e: Expr) -> bool:
     return kind == "add" and all(map(fades, e.args))
 
 
-def is_fading(value: Value) -> bool:
-    """The same of all elements of a tensor."""
-    while value.op in _VIEWS or (value.op == "cast" and _underflows_no_earlier(value.dtype, value.args[0].dtype)):
-        value = value.args[0]
-    return value.fades or (value.op == "pointwise" and value.args[0] == "sigmoid")
-
-
 def is_rectified(value: Value) -> bool:
     """Whether all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
-    while value.op in _VIEWS or (value.op == "cast" and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point):
+    while value.dtype.is_floating_point and (value.op in ELEMENTS_OF_FIRST or value.op == "cast"):
         value = value.args[0]
     return value.op == "pointwise" and value.args[0] == "relu"
 
@@ -66,11 +57,6 @@ def _is_not_negative(e: Expr) -> bool:
     if e.kind == "call" and e.args[0] == "clamp":
         return e.args[2][0] is not None and e.args[2][0] >= 0
     return e.kind in ("add", "mul", "sum", "cast") and all(map(_is_not_negative, e.args[e.kind in ("sum", "cast") :]))
-
-
-def _underflows_no_earlier(dtype: torch.dtype, source: torch.dtype) -> bool:
-    floating = dtype.is_floating_point and source.is_floating_point
-    return floating and torch.finfo(dtype).smallest_normal <= torch.finfo(source).smallest_normal
 
 
 def _dtypes(e: Expr) -> set[torch.dtype]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
 from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
@@ -38,7 +37,7 @@ from moeblaze_ops.lowering.forms.views import (
     tensor,
 )
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
@@ -169,12 +168,6 @@ def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     if all(index is None for index in indices):
         return x
     return view.make("index", x, indices, _first_axis(indices))
-
-
-@form("index")
-def _index(view: GraphView, x: Any, indices: Any) -> Any:
-    """A subscript as exported programs hold it; None stands for a whole axis."""
-    return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
 
 
 @form("masked_select")
@@ -356,20 +349,14 @@ def _exact_integers(x: Value) -> Value:
     return given if x.dtype.is_floating_point else x
 
 
-def bound_of(x: Value) -> Size | None:
-    """An exclusive upper bound of ids that are not negative, None where that is not known."""
-    while x.op in ("reshape", "permute", "select", "slice"):
-        x = x.args[0]
-    return x.bound
-
-
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
     if len(tensor(keys).shape) == 1 and keys.dtype == torch.bool and descending and stable:
         return view.make("true_first", keys, shape=keys.shape, dtype=torch.int64)
     if len(tensor(keys).shape) > 1:
         order = view.opaque(view._node)
-        order.bound = keys.shape[axis(keys, dim)]
+        order.choices_along = axis(keys, dim)
+        order.bound = keys.shape[order.choices_along]
         return order
     return _permutation(view, tensor(keys), dim, descending)
 
@@ -381,7 +368,7 @@ def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, s
         columns = zip(*(_sort(view, column, 0, descending, stable) for column in keys.args[0]), strict=True)
         return tuple(view.make("stack", parts, keys.args[1], shape=keys.shape, dtype=parts[0].dtype) for parts in columns)
     if len(keys.shape) > 1:
-        return _largest(view, keys, dim=dim)
+        return _choices(view, keys, dim)
     permutation = _permutation(view, tensor(keys), dim, descending)
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
 
@@ -406,7 +393,7 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
     require(min == 0 and max > 0 and integers.dtype.is_floating_point is False, "bins of integers")
-    bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
+    bound = integers.bound  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, counts_of(view, ids, bins), output_dtype(view))
 
@@ -428,22 +415,29 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
     return view.make("grouped_mm", cast(view, rows, dtype), cast(view, weights, dtype), tensor(offs))
 
 
-@form("topk", "max")
-def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Some values, or all, and where they are along the axis; nothing else is known of either."""
+def _choices(view: GraphView, x: Any, dim: int) -> tuple[Value, Value]:
+    """Some values along an axis, or all, and where they are; nothing else is known of either."""
+    values, indices = view.opaque(view._node)
+    indices.choices_along = axis(tensor(x), dim)
+    indices.bound = x.shape[indices.choices_along]
+    values.fades = x.fades
+    return values, indices
+
+
+@form("max")
+def _max(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(fake_of(view._node), torch.Tensor):
         if len(args) == 1 and isinstance(args[0], Value) and not kwargs:
             return view.make("pointwise", "maximum", (tensor(x), args[0]), ())
         require(not args and not kwargs, "the largest of one tensor, or the larger of two")
         return _largest_flag(view, x)
-    at = 1 if target_name(view._node) == "topk" else 0
-    dim = args[at] if len(args) > at else kwargs.get("dim", -1)
-    values, indices = view.opaque(view._node)
-    indices.bound = tensor(x).shape[axis(x, dim)]
-    if at == 0 and target_name(view._node) == "max" and not values.dtype.is_floating_point:
-        values = _largest_along(view, x, dim, args[1] if len(args) > 1 else kwargs.get("keepdim", False))
-    values.fades = is_fading(x)
-    return values, indices
+    return _max_along(view, x, *args, **kwargs)
+
+
+def _max_along(view: GraphView, x: Any, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    values, indices = _choices(view, x, dim)
+    indices.choices_along = None  # one of each
+    return values if values.dtype.is_floating_point else _largest_along(view, x, dim, keepdim), indices
 
 
 @form("amax")
@@ -493,6 +487,9 @@ short_forms({
         view, x, dim, index, value if src is None else src, False
     ),
     ("scatter_add",): lambda view, x, dim, index, src: _scatter(view, x, dim, index, src, True),
+    # A subscript as exported programs hold it: None stands for a whole axis.
+    ("index",): lambda view, x, indices: _getitem(view, tensor(x), tuple(slice(None) if i is None else i for i in indices)),
+    ("topk",): lambda view, x, k, dim=-1, *args, **kwargs: _choices(view, x, dim),
     ("counts_below",): lambda view, ids, num_experts: counts_of(view, tensor(ids), num_experts),
     ("bucketize",): lambda view, x, ends, *, right=False, **kwargs: _searchsorted(view, ends, x, right=right),
 })  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moeblaze_ops.lowering.forms.indexing import bound_of, coordinates, counts_of
+from moeblaze_ops.lowering.forms.indexing import coordinates, counts_of
 from moeblaze_ops.lowering.forms.pointwise import pointwise
 from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, short_forms, tensor
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -27,7 +27,7 @@ def _unique(view: GraphView, ids: Any, *args: Any, **kwargs: Any) -> Value:
     options = {**dict(zip(("sorted", "return_inverse", "return_counts", "dim"), args, strict=False)), **kwargs}
     plain = not options.get("return_inverse") and not options.get("return_counts") and options.get("dim") is None
     require(plain and options.get("sorted", True) is True, "numbers in rising order alone")
-    count = bound_of(tensor(ids))
+    count = tensor(ids).bound
     require(isinstance(count, int), "ids below a known number")
     counts = counts_of(view, ids, count)
     zero = full(view, 0, (), counts.dtype)

@@ -139,21 +139,24 @@ def _sigmoid(view: GraphView, x: Any) -> Value:
     if is_scattered_over(x, -math.inf):
         values = x.args[3]
         chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
-        return rescattered(view, x, 0, chosen)
-    return pointwise(view, "sigmoid", x)
+        return rescattered(view, x, 0, _fading(chosen))
+    return _fading(pointwise(view, "sigmoid", x))
+
+
+def _fading(value: Value) -> Value:
+    """A value, once it is known of it what `zero_stops_gradient` says."""
+    value.fades = True
+    return value
 
 
 @form("softmax")
 def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
     """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
     if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
-        probabilities = view.opaque(view._node)
-        probabilities.fades = True
-        return probabilities
+        return _fading(view.opaque(view._node))
     values = cast(view, x.args[3], output_dtype(view))
     probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
-    probabilities.fades = True
-    return rescattered(view, x, 0, probabilities)
+    return rescattered(view, x, 0, _fading(probabilities))
 
 
 @form("truediv", "div", "divide", "true_divide")
@@ -163,11 +166,6 @@ def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -
     if isinstance(b, torch.SymFloat) and b.node.hint and not rounding_mode:
         return pointwise(view, "mul", a, 1 / b)
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
-
-
-@form("addcmul")
-def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Value:
-    return pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b)))
 
 
 @form("pow")
@@ -183,7 +181,7 @@ def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
 def _glu(view: GraphView, x: Any, dim: int = -1) -> Value:
     d, half = axis(tensor(x), dim), output_shape(view)[axis(x, dim)]
     a, b = (sliced(view, x, d, start, 1, half) for start in (0, half))
-    return pointwise(view, "mul", a, pointwise(view, "sigmoid", b))
+    return pointwise(view, "mul", a, _sigmoid(view, b))
 
 
 @form("clamp", "clip")
@@ -244,6 +242,7 @@ short_forms({
     ("log10",): _scaled("log", 1, 1 / math.log(10)),
     ("logaddexp",): lambda view, a, b: pointwise(view, "add", a, pointwise(view, "softplus", pointwise(view, "sub", b, a))),
     ("tanhshrink",): lambda view, x: pointwise(view, "sub", x, pointwise(view, "tanh", x)),
+    ("addcmul",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b))),
     ("addcdiv",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "div", a, b))),
     ("positive", "pos", "__pos__"): lambda view, x: tensor(x),
     ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),

@@ -6,7 +6,6 @@ import sympy
 import torch
 
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, at_least_fp32
-from moeblaze_ops.lowering.index_notation.expr import Expr
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,3 @@ def changing(view: GraphView, number: torch.SymFloat, dtype: torch.dtype) -> Val
     if number.node.hint is None:
         raise NotCanonical("a number that the graph computes")
     return view.make("number", ChangingNumber(number.node.expr, number), shape=(), dtype=at_least_fp32(dtype))
-
-
-def is_changing(e: Expr) -> bool:
-    return e.kind == "leaf" and e.args[0].op == "number"

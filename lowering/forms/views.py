@@ -19,9 +19,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
+from moeblaze_ops.lowering.graph.operators import called_instead
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
-from moeblaze_ops.lowering.index_notation.expr import DETACH
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number, underflows_no_earlier
 
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""
@@ -107,7 +107,7 @@ def _detach(view: GraphView, x: Any) -> Value:
     if view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point:
         return tensor(x)
     require(not x.of_state, "a parameter without gradient is one of its own")
-    return view.make("pointwise", DETACH, (x,), (), shape=x.shape, dtype=x.dtype)
+    return view.make("pointwise", "detach", (x,), (), shape=x.shape, dtype=x.dtype)
 
 
 @form("flip")
@@ -118,20 +118,15 @@ def _flip(view: GraphView, x: Any, *places: Any, dims: Any = ()) -> Value:
     return view.make("slice", x, 0, x.shape[0] - 1, -1, shape=x.shape, dtype=x.dtype)
 
 
-@form("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-def _dropped(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
-    require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")
-    return tensor(x)
-
-
-@form("dropout")
+@form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
-    """The kind ``dropout (x, p, node)``: what is drawn is drawn anew in each call."""
+    """The kind ``dropout (x, p, node)``: each call draws anew. Of other dropouts only that they draw nothing."""
     training = kwargs.get("train", training)
     p = float(p) if isinstance(p, torch.SymFloat) and training else p  # a guard, as that of torch's operator
     if p == 0 or training is False:
         return tensor(x)
-    require(type(p) in (int, float) and training is True, "a probability as a number")
+    of_elements = called_instead(view._node)[0] in ("dropout", "dropout_")
+    require(of_elements and type(p) in (int, float) and training is True, "dropout of elements, with a number as probability")
     return view.make("dropout", tensor(x), p, view._node)
 
 
@@ -144,19 +139,18 @@ def permuted(view: GraphView, x: Value, dims: Sequence[int]) -> Value:
     return view.make("permute", x, dims, shape=tuple(x.shape[d] for d in dims), dtype=x.dtype)
 
 
-@form("transpose", "swapaxes", "swapdims")
-def _transpose(view: GraphView, x: Any, dim0: int = -2, dim1: int = -1) -> Value:
-    order = list(range(len(tensor(x).shape)))
-    a, b = axis(x, dim0), axis(x, dim1)
-    order[a], order[b] = order[b], order[a]
-    return permuted(view, x, tuple(order))
+def _reordered(name: str) -> Callable:
+    """The form of a method that only puts axes in another order: the one that it puts axes in whose sizes tell them apart."""
+
+    def apply(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+        sized = torch.empty(tuple(range(len(tensor(x).shape))), device="meta")
+        return permuted(view, x, getattr(torch.Tensor, name)(sized, *args, **kwargs).shape)
+
+    return form(name)(apply)
 
 
-@form("movedim")
-def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
-    order = [d for d in range(len(tensor(x).shape)) if d != axis(x, source)]
-    order.insert(axis(x, destination), axis(x, source))
-    return permuted(view, x, tuple(order))
+for _name in ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "t", "adjoint"):
+    _reordered(_name)
 
 
 @form("getattr")
@@ -238,7 +232,9 @@ def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
         return permuted(view, cast(view, x.args[0], dtype), x.args[1])
     if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
         return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
-    return view.make("cast", x, shape=x.shape, dtype=dtype)
+    made = view.make("cast", x, shape=x.shape, dtype=dtype)
+    made.fades = x.fades and underflows_no_earlier(dtype, x.dtype)
+    return made
 
 
 def is_scattered_over(x: Value, number: float) -> bool:
@@ -295,8 +291,7 @@ _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long"
 short_forms({
     ("contiguous", "clone", "shared_with_host"): lambda view, x, *args, **kwargs: tensor(x),
     ("stack",): lambda view, xs, dim=0: view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1)),
-    ("permute",): lambda view, x, *dims: permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims),
-    ("t", "adjoint", "mT"): lambda view, x: _transpose(view, x) if len(tensor(x).shape) > 1 else x,
+    ("mT",): lambda view, x: TABLE["transpose"](view, x, -2, -1),
     ("numpy_T",): lambda view, x: permuted(view, x, tuple(reversed(range(len(tensor(x).shape))))),
     ("select",): lambda view, x, dim, index: selected(view, tensor(x), axis(x, dim), index),
     ("expand", "expand_as", "broadcast_to"): lambda view, x, *args, **kwargs: expanded(view, tensor(x), output_shape(view)),

@@ -33,19 +33,25 @@ class NotCanonical(Exception):
     """An operator was used in a way that has no canonical form; its result stays opaque."""
 
 
+ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "tile", "spread", "take", "index"))
+"""Kinds of values of which each element is one of the first operand."""
+
+
 class Value:
     """An interned tensor value: ``op`` applied to ``args`` (values and constants).
 
-    ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
-    ``fades`` says what `zero_stops_gradient` means by it, ``of_state`` what `model_state` does.
+    ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known, and ``fades``
+    says what `zero_stops_gradient` means by it: both hold of what has elements of such a value alone. None of its elements is
+    there twice along the axis ``choices_along``. ``of_state`` says what `model_state` means by it.
     """
 
-    __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "of_state", "op", "shape")
+    __slots__ = ("args", "bound", "choices_along", "dtype", "fades", "is_permutation", "node", "of_state", "op", "shape")
 
     def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
         self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
         self.is_permutation = op == "argsort"
         self.bound: Size | None = shape[0] if self.is_permutation else None
+        self.choices_along: int | None = 0 if self.is_permutation else None
         self.fades = False
         self.of_state = False
 
@@ -281,6 +287,8 @@ class GraphView:
         if found is None:
             found = self._pool[key] = Value(op, args, shape, dtype, self._node)
             found.of_state = self._node in self._of_state
+            if op in ELEMENTS_OF_FIRST:
+                found.bound, found.fades = args[0].bound, args[0].fades
         return found
 
     def opaque(self, node: fx.Node, tag: Any = None) -> Any:

@@ -1,12 +1,9 @@
 """What a dtype makes of one number, and which dtypes hold all numbers of another."""
 
 import math
-import struct
 from collections.abc import Sequence
 
 import torch
-
-_LETTERS = {torch.float64: "d", torch.float32: "f", torch.float16: "e"}
 
 
 def is_integral(dtype: torch.dtype) -> bool:
@@ -21,7 +18,8 @@ def stored_number(number: float, dtype: torch.dtype) -> float | None:
     if dtype == torch.bool:
         return int(number != 0)
     if dtype.is_floating_point:
-        return _rounded(float(number), dtype)
+        wide = torch.tensor(float(number), dtype=torch.float64, device="cpu")
+        return None if dtype.itemsize < 2 else wide.to(dtype).item()
     if not math.isfinite(number) or dtype.is_complex:
         return None
     limits = torch.iinfo(dtype)
@@ -46,6 +44,12 @@ def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
     return own.eps <= other.eps and own.tiny <= other.tiny and own.max >= other.max
 
 
+def underflows_no_earlier(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """True if a cast makes no number zero that is normal in ``source``."""
+    floating = dtype.is_floating_point and source.is_floating_point
+    return floating and torch.finfo(dtype).smallest_normal <= torch.finfo(source).smallest_normal
+
+
 def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
     """Whether casts from one dtype to the next lose more than a cast of the first to the last does.
 
@@ -56,26 +60,3 @@ def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
 
 def _is_inside(inner: torch.iinfo, outer: torch.iinfo) -> bool:
     return outer.min <= inner.min and inner.max <= outer.max
-
-
-def _rounded(number: float, dtype: torch.dtype) -> float | None:
-    if not math.isfinite(number):
-        return number
-    if dtype == torch.bfloat16:
-        return _rounded_to_bfloat16(number)
-    if dtype not in _LETTERS:
-        return None
-    try:
-        return struct.unpack(_LETTERS[dtype], struct.pack(_LETTERS[dtype], number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-
-
-def _rounded_to_bfloat16(number: float) -> float:
-    """The upper half of the bits of fp32, to the nearest one and of two the even one."""
-    single = _rounded(number, torch.float32)
-    if not math.isfinite(single):
-        return single
-    (bits,) = struct.unpack("I", struct.pack("f", single))
-    bits += 0x7FFF + (bits >> 16 & 1)
-    return struct.unpack("f", struct.pack("I", bits >> 16 << 16))[0]

@@ -2,7 +2,7 @@
 
 import operator
 
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -29,6 +29,5 @@ def threshold(algebra: Algebra, name: str, args: list[Expr]) -> Expr | None:
 
 def opposite(algebra: Algebra, mask: Expr) -> Expr:
     """1 where a mask is 0, and 0 where it is 1."""
-    if mask.kind == "add":
-        return algebra.mul(*(f for f in factors_of(mask.args[1]) if f.kind != "const"))
-    return algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
+    masks = complement_of(mask)
+    return algebra.mul(*masks) if masks else algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))

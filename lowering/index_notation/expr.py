@@ -90,18 +90,41 @@ def factors_of(e: Expr) -> tuple[Expr, ...]:
     return e.args if e.kind == "mul" else (e,)
 
 
+def split_number(e: Expr) -> tuple[float, tuple[Expr, ...]]:
+    """The number of a product, 1 where it has none, and its other factors."""
+    numbers = [f.args[0] for f in factors_of(e) if f.kind == "const"]
+    return numbers[0] if numbers else 1, tuple(f for f in factors_of(e) if f.kind != "const")
+
+
+def complement_of(e: Expr) -> tuple[Expr, ...]:
+    """The factors of what is taken from 1: m and n of ``1 - m n``; none of anything else."""
+    if e.kind != "add" or len(e.args) != 2:
+        return ()
+    one, product = sorted(e.args, key=lambda part: part.kind != "const")
+    number, factors = split_number(product)
+    return factors if one.kind == "const" and (one.args[0], number) == (1, -1) else ()
+
+
 def leaves_of(e: Expr) -> set[Any]:
     """The tensors that an expression reads."""
     return {leaf.args[0] for leaf in subexpressions(e, lambda s: s.kind == "leaf")}
 
 
-def differ(a: "Expr", b: "Expr") -> bool:
+def is_changing(e: Expr) -> bool:
+    """True if ``e`` is a number of Python's that may be another at the next call."""
+    return e.kind == "leaf" and e.args[0].op == "number"
+
+
+def key_and_number(e: Expr) -> tuple[Expr, Expr] | tuple[None, None]:
+    """What a comparison says to equal a number, and that; twice None for anything else."""
+    key, number = sorted(e.args, key=lambda side: side.kind == "const") if e.kind == "eq" else (None, None)
+    return (key, number) if number is not None and number.kind == "const" else (None, None)
+
+
+def differ(a: Expr, b: Expr) -> bool:
     """Comparisons of the same expression with two numbers."""
-    if a.kind != "eq" or b.kind != "eq":
-        return False
-    numbers = [[side for side in e.args if side.kind == "const"] for e in (a, b)]
-    others = [[side for side in e.args if side.kind != "const"] for e in (a, b)]
-    return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
+    (key, number), (other, another) = key_and_number(a), key_and_number(b)
+    return key is not None and key is other and number is not another
 
 
 def subexpressions(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = None) -> Iterator[Expr]:

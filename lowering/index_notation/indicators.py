@@ -5,7 +5,7 @@ import math
 import torch
 
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, complement_of, factors_of
 
 
 def is_count(e: Expr) -> bool:
@@ -54,13 +54,7 @@ def is_indicator(e: Expr) -> bool:
     marks = e.kind in ("eq", "any", "distinct") or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
     marks = marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
-    return marks or (e.kind == "add" and _is_complement(*e.args))
-
-
-def _is_complement(first: Expr, *others: Expr) -> bool:
-    minus = [f for other in others for f in factors_of(other)]
-    numbers = [f.args[0] for f in (first, *minus) if f.kind == "const"]
-    return len(others) == 1 and first.kind == "const" and numbers == [1, -1] and all(map(is_indicator, minus[1:]))
+    return marks or (e.kind == "add" and bool(masks := complement_of(e)) and all(map(is_indicator, masks)))
 
 
 def _has_one_term(var: Expr, body: Expr) -> bool:

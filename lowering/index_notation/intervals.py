@@ -6,7 +6,7 @@
 import math
 
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of
 
 Interval = tuple[Expr, float, float]
 """An integer, the first number that it may be, and one that it is below."""
@@ -27,9 +27,7 @@ def is_integer(e: Expr) -> bool:
 
 def is_bound(e: Expr) -> bool:
     """Whether an integer is no less than a number, or below one."""
-    if e.kind != "call" or e.args[0] not in ("ge", "lt"):
-        return False
-    return _is_told(*e.args[1])
+    return e.kind == "call" and e.args[0] in ("ge", "lt") and _is_told(*e.args[1])
 
 
 def _is_told(atom: Expr, number: Expr) -> bool:
@@ -55,12 +53,8 @@ def interval_of(e: Expr) -> Interval | None:
 
 def left_out(e: Expr) -> Interval | None:
     """The one number that a factor ``1 - [integer = number]`` leaves out."""
-    if e.kind != "add" or len(e.args) != 2:
-        return None
-    one, other = sorted(e.args, key=lambda part: part.kind != "const")
-    masks = [part for part in factors_of(other) if part.args != (-1,)]
-    is_complement = one.args == (1,) and len(masks) == 1 and len(factors_of(other)) == 2
-    return interval_of(masks[0]) if is_complement and masks[0].kind == "eq" else None
+    masks = complement_of(e)
+    return interval_of(masks[0]) if len(masks) == 1 and masks[0].kind == "eq" else None
 
 
 def solved(name: str, difference: Expr) -> Interval | None:

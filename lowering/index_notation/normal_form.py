@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import permutations
 from typing import Any
 
-import sympy
-
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.index_notation.expr import (
@@ -20,10 +18,12 @@ from moeblaze_ops.lowering.index_notation.expr import (
     TooLarge,
     factors_of,
     leaves_of,
+    split_number,
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
+from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, extent
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -71,38 +71,7 @@ class Algebra:
 
     # Index arithmetic.
 
-    def extent(self, e: Expr) -> Size | None:
-        """An exclusive upper bound of a non-negative index expression, or None when there is none."""
-        kind, args = e.kind, e.args
-        if kind == "var":
-            return args[1]
-        if kind == "const":
-            return args[0] + 1 if args[0] >= 0 else None
-        if kind == "mod":
-            return args[1]
-        if kind == "div":
-            bound = None if args[1] == 0 else self.extent(args[0])
-            if isinstance(bound, int) and isinstance(args[1], int):
-                return -(-bound // args[1])
-            return None if bound is None else exact_quotient(bound, args[1])
-        if kind == "nonzero":
-            return args[3]
-        if kind == "inverse":
-            return args[0].shape[0]
-        if kind == "leaf":
-            return args[0].bound
-        if kind == "linear":
-            total = args[0]
-            if may_be_negative(total):
-                return None
-            for coefficient, atom in args[1]:
-                bound = self.extent(atom)
-                if bound is None or may_be_negative(coefficient):
-                    return None
-                total = total + coefficient * (bound - 1)
-            total = total + 1
-            return int(total) if getattr(total, "is_Integer", True) else sympy.expand(total)
-        return None
+    extent = staticmethod(extent)
 
     def fits(self, e: Expr, size: Size) -> bool:
         """Whether a non-negative index expression stays below ``size``."""
@@ -218,12 +187,11 @@ class Algebra:
         flat: list[Expr] = []
         others = sorted((factor for factor in factors if factor.kind != "const"), key=lambda factor: factor.uid)
         for factor in others:
-            parts = [part for part in factors_of(factor) if part.kind != "const"]
-            own = math.prod(part.args[0] for part in factors_of(factor) if part.kind == "const")
+            own, parts = split_number(factor)
             if own in (1, -1) or ((len(others) == 1 or is_moderate(own)) and (constant in (0, 1, -1) or multiply(constant, own))):
                 constant *= own
             else:
-                parts = [self.scaled(own, self.mul(*parts))]
+                parts = (self.scaled(own, self.mul(*parts)),)
             for part in parts:
                 if part not in flat or not is_indicator(part):
                     flat.append(part)
@@ -460,13 +428,8 @@ class Algebra:
         """
         if is_integer(e) or is_count(e) or e.kind in ("const", "var", "distinct") or (e.kind == "call" and e.args[0] == DETACH):
             return e
-        if e.kind in ("add", "mul"):
-            return getattr(self, e.kind)(*map(self.detached, e.args))
-        if e.kind == "cast" and e.args[0].is_floating_point:
-            return self.cast(e.args[0], self.detached(e.args[1]))
-        if e.kind == "sum":
-            var, body = self.open(e)
-            return self.sum(var, self.detached(body))
+        if e.kind in ("add", "mul", "sum") or (e.kind == "cast" and e.args[0].is_floating_point):
+            return self._rebuild(e, self.detached)
         return self.call(DETACH, (e,))
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
@@ -550,23 +513,6 @@ class Algebra:
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
     if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
         raise TooLarge
-
-
-def exact_quotient(number: Size, size: Size) -> Size | None:
-    """``number / size`` where that is known to be whole."""
-    if isinstance(number, int) and isinstance(size, int):
-        return number // size if number % size == 0 else None
-    ratio = sympy.cancel(sympy.sympify(number) / sympy.sympify(size))
-    if sympy.denom(ratio) != 1:
-        return None
-    return int(ratio) if ratio.is_Integer else ratio
-
-
-def may_be_negative(number: Size) -> bool:
-    """Whether a number in a linear form is below zero, or may be for some sizes."""
-    if isinstance(number, int):
-        return number < 0
-    return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 
 def _is_whole(e: Expr) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -72,25 +73,19 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
     return algebra.call(name, tuple(args), *params)
 
 
-def _largest(algebra: Algebra, e: Expr) -> int | None:
-    """An upper bound of an index that is never negative; None where that, or the bound, is not known."""
-    extent = algebra.extent(e)
-    return extent - 1 if isinstance(extent, int) else None
-
-
 def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
     """Whether the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
-    largest = _largest(algebra, a)
-    if largest is None or b.kind != "const":
+    end = algebra.extent(a)
+    if not isinstance(end, int) or b.kind != "const":
         return None
-    first, last = (getattr(operator, name)(end, b.args[0]) for end in (0, largest))
+    first, last = (getattr(operator, name)(number, b.args[0]) for number in (0, end - 1))
     return first if first == last else None
 
 
 def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) -> bool:
     """Whether the whole range of the index ``a`` lies inside the bounds."""
-    largest = _largest(algebra, a)
-    return largest is not None and (lower is None or lower <= 0) and (upper is None or largest <= upper)
+    end = algebra.extent(a)
+    return isinstance(end, int) and (lower is None or lower <= 0) and (upper is None or end - 1 <= upper)
 
 
 def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
@@ -114,9 +109,4 @@ def _not(algebra: Algebra, mask: Expr) -> Expr:
         return algebra.between((atom, -math.inf, first) if end == math.inf else (atom, end, math.inf))
     if mask.kind == "cast" and mask.args[0] == torch.bool and is_integer(mask.args[1]):
         return algebra.eq(mask.args[1], algebra.zero)
-    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
-    if mask.kind == "add" and len(mask.args) == 2 and algebra.one in mask.args:
-        other = mask.args[0] if mask.args[1] is algebra.one else mask.args[1]
-        positive = algebra.mul(algebra.const(-1), other)
-        return positive if algebra.const(-1) in other.args else negated
-    return negated
+    return opposite(algebra, mask)

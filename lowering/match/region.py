@@ -1,7 +1,9 @@
 """The nodes that a match replaces, and why none of them is missed by anyone else."""
 
-from collections.abc import Iterable, Set
+import math
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -36,12 +38,17 @@ def prove_region(
     filled = _writes_to(view, operands - buffer, root)
     read = {*operands, *filled} | ({base} if base else set())
     ends, nodes = _between(view, root, read, buffer)
-    computed = _computed(view, nodes)
     carriers = _carriers(view, root)
     _prove_gradients(view, root, ends, frozenset(carriers), read)
-    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
-    _prove_writes(view, root, nodes, kept, carriers)
-    _prove_users(view, root, nodes, computed, carriers)
+    computed = _computed(view, nodes)
+    reader = partial(_reader, view, root, nodes, frozenset(carriers))
+    for node in _in_order(view, computed.difference(carriers)):
+        prove((user := reader(node)) is None, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user}'", user)
+    kept = _kept(view, nodes, reader)
+    for node in _in_order(view, kept & computed):
+        is_partial_sum = any(reader(alias, view.position[node]) is not None for alias in carriers)
+        reason = Reason.EXTRA_USER if is_partial_sum else Reason.BUFFER_ALIASED
+        raise Declined(reason, f"what '{node.name}' writes is read elsewhere", node)
     for node in _in_order(view, nodes):
         prove(not _acts(view, node), Reason.EFFECT, node.name, node)
     prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
@@ -100,35 +107,29 @@ def _prove_gradients(
     if root in constant:
         return
     lost = own_dependencies(view, ends - constant, read - constant, without=constant)
-    for node in _in_order(view, lost):
-        if node.op in ("placeholder", "get_attr") and node not in constant and not _is_used(node, constant | carriers | {root}):
-            raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
+    used = own_dependencies(view, [view.graph.output_node()], [], without=constant | carriers | {root}) if lost else set()
+    for node in _in_order(view, lost & view.inputs - constant - used):
+        raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
 
 
-def _is_used(node: fx.Node, without: frozenset[fx.Node]) -> bool:
-    """Whether the output is computed from ``node`` on a way that goes past the nodes in ``without``."""
-    ways, seen = [node], set()
-    while ways:
-        for user in ways.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and user not in without:
-                seen.add(user)
-                ways.append(user)
-    return False
+def _reader(
+    view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: frozenset[fx.Node], node: fx.Node, since: int = -1
+) -> fx.Node | None:
+    """Who reads outside of a region what a node holds ``since`` a position: not the result behind the root, which is another."""
+    last = view.position[root] if node in carriers else math.inf
+    late = (user for user in node.users if since < view.position[user] <= last and user not in nodes)
+    return next((user for user in late if not reads_size(user)), None) if view.position[node] <= view.position[root] else None
 
 
-def _kept(
-    view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tuple[fx.Node, ...], buffer: frozenset[fx.Node]
-) -> set[fx.Node]:
-    """The writes of a region to what somebody else reads, or to what that is made of.
+def _kept(view: GraphView, nodes: set[fx.Node], reader: Callable[..., fx.Node | None]) -> set[fx.Node]:
+    """The writes of a region to what somebody else reads, or to what that is made of: those of inputs are seen by the caller.
 
         a = x.clone(); a.add_(1); b = a.clone(); out = torch.zeros_like(b)         for a reader of b, both a and its write stay
     """
-    kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, buffer)}
-    read = {n for n in own.difference(carriers) if any(user not in nodes and not reads_size(user) for user in n.users)}
-    writes = own.intersection(view.writes)
-    return writes.intersection(dependencies(view, *kept, *read)) if writes else set()
+    written = [(node, alias) for node, target in view.all_writes() if node in nodes for alias in view.aliases(target)]
+    kept = {node for node, alias in written if alias in view.inputs or reader(alias, view.position[node]) is not None}
+    read = {node for node in nodes if reader(node) is not None} if written else set()
+    return nodes.intersection(view.writes).intersection(dependencies(view, *kept, *read)) if written else set()
 
 
 def _writes_to(view: GraphView, operands: Set[fx.Node], root: fx.Node) -> list[fx.Node]:
@@ -160,64 +161,12 @@ def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
         return (root,)
     position = view.position[root]
     result = view.value_at(target, position)
-    carriers = []
-    for alias in view.aliases(target):
-        if view.position[alias] > position:
-            continue
-        prove(alias.op not in ("placeholder", "get_attr"), Reason.OTHER_TERMS, "the buffer is an input", alias)
-        held = view.value_at(alias, position)
-        whole = held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result)
-        late = any(view.position[user] > position for user in alias.users)
-        prove(whole or not late, Reason.BUFFER_ALIASED, "a view of part of the buffer is read afterwards", alias)
-        if whole:
-            carriers.append(alias)
-    return tuple(carriers)
 
+    def is_whole(held: Value) -> bool:
+        return held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result)
 
-def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], kept: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
-    """Every buffer that the region writes belongs to it, but for those whose writes stay, so that the others can go.
-
-        scores[token, ids] += weights           an operand reads the zeros that are in ``scores`` before, and nobody else does
-    """
-    going = nodes - kept
-    for node, target in view.all_writes():
-        for alias in view.aliases(target) if node in going else ():
-            if view.position[alias] > view.position[root]:
-                continue
-            read_inside = (user in nodes or view.position[user] < view.position[node] for user in alias.users)
-            own = alias in nodes or alias in carriers or all(read_inside)
-            prove(own and alias.op != "placeholder", Reason.BUFFER_ALIASED, f"'{alias.name}' shares a written buffer", node)
-
-
-def _prove_users(
-    view: GraphView, root: fx.Node, nodes: set[fx.Node], computed: set[fx.Node], carriers: tuple[fx.Node, ...]
-) -> None:
-    position = view.position[root]
-    buffer = frozenset(view.aliases(view.writes[root])) if root in view.writes else frozenset()
-    writers = [view.position[node] for node in nodes if view.writes.get(node) in buffer]
-    first_write = min(writers, default=position)
-    for node in _in_order(view, computed):
-        if node is root or node in carriers:
-            continue
-        if used := _used_outside(view, node, nodes, buffer):
-            detail, user = used
-            raise Declined(Reason.EXTRA_USER, detail, user)
-    for carrier in carriers if root in view.writes else ():
-        for user in carrier.users:
-            between = first_write <= view.position[user] <= position
-            prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
-
-
-def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: frozenset[fx.Node]) -> tuple[str, fx.Node] | None:
-    """Who reads, outside of the region, what a node holds or what it wrote into another buffer than the result's."""
-    target = view.writes.get(node)
-    written = view.aliases(target) if target is not None and target not in buffer else []
-    for holder in (node, *written):
-        for user in holder.users:
-            late = holder is node or view.position[user] > view.position[node]
-            if late and user not in nodes and not reads_size(user):
-                return f"'{holder.name}' is also used by '{user.name}'", user
-    return None
+    before = (alias for alias in view.aliases(target) if view.position[alias] <= position)
+    return tuple(alias for alias in before if is_whole(view.value_at(alias, position)))
 
 
 def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[fx.Node]) -> frozenset[fx.Node]:

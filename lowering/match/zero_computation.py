@@ -15,7 +15,7 @@ import torch
 
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -56,16 +56,15 @@ def is_routed(term: Expr, feature: Expr) -> bool:
 def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) -> Iterator[ZeroComputationTerm]:
     """What ``term`` adds to a result of ``dtype``, each product of a vector and a routing on its own."""
     for product in terms_of(algebra, _unrounded(algebra, term, feature, dtype), sums_of_vectors(feature)):
-        vectors = [f for f in factors_of(product) if feature in f.free]
-        shared = [f for f in factors_of(product) if feature not in f.free and f.kind != "const"]
-        numbers = [f.args[0] for f in factors_of(product) if f.kind == "const"]
+        number, factors = split_number(product)
+        vectors, shared = ([f for f in factors if (feature in f.free) is own] for own in (True, False))
         prove(len(vectors) == 1, Reason.OTHER_TERMS, _OTHER.format(made_by(product, feature)))
         try:
             routing = read_compared(algebra, None, (), tuple(shared))
         except Declined as declined:
             raise Declined(Reason.OTHER_TERMS, _of_rows(product) or declined.detail) from None
         prove(routing.kept is None, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} drops tokens that chose it")
-        yield ZeroComputationTerm(numbers[0] if numbers else 1, vectors[0], routing)
+        yield ZeroComputationTerm(number, vectors[0], routing)
 
 
 def _of_rows(product: Expr) -> str:
@@ -125,19 +124,14 @@ def _beside(algebra: Algebra, routing: Routing, routings: Sequence[Routing]) -> 
         renamed = {routing.slot: other.slot} if routing.slot is not None and other.slot is not None else {}
         if algebra.substitute(routing.ids, renamed) is not other.ids or (routing.slot is None) != (other.slot is None):
             continue
-        own_number, own = _weights(algebra.substitute(algebra.mul(*routing.weights), renamed))
-        number, weights = _weights(algebra.mul(*other.weights))
+        own_number, own_factors = split_number(algebra.substitute(algebra.mul(*routing.weights), renamed))
+        number, factors = split_number(algebra.mul(*other.weights))
+        own, weights = Counter(own_factors), Counter(factors)
         of_token = algebra.mul(*(own - weights).elements())
         if weights <= own and all(var.args[2] == "t" for var in of_token.free):
             return other.ids, own_number / number, of_token
         return other.ids, 1, algebra.one  # where those of the others' input are not looked into
     raise Declined(Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} is chosen by other ids than the others")
-
-
-def _weights(product: Expr) -> tuple[float, Counter]:
-    factors = factors_of(product)
-    numbers = [f.args[0] for f in factors if f.kind == "const"]
-    return numbers[0] if numbers else 1, Counter(f for f in factors if f.kind != "const")
 
 
 def _vector(finder: Finder, vector: Expr, feature: Expr, is_x: Callable[[Operand], bool]) -> tuple[Operand, bool]:

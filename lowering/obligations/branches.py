@@ -28,7 +28,6 @@ from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
-from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
@@ -37,6 +36,7 @@ from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
+from moeblaze_ops.lowering.undoable_edits import Edits
 
 
 @dataclass

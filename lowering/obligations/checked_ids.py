@@ -22,8 +22,8 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
-from moeblaze_ops.lowering.graph.undoable_edits import Edits, NodeInserter
 from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.undoable_edits import Edits, NodeInserter
 
 _ALONG_AN_AXIS = {
     "gather": 2, "take_along_dim": 1, "scatter": 2, "scatter_add": 2, "scatter_reduce": 2,

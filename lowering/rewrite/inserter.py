@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.undoable_edits import Edits, NodeInserter
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+from moeblaze_ops.lowering.undoable_edits import Edits, NodeInserter
 
 
 class Inserter(NodeInserter):

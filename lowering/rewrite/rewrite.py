@@ -22,7 +22,6 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
-from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
@@ -41,6 +40,7 @@ from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.lowering.torch_internals.frames import counters
+from moeblaze_ops.lowering.undoable_edits import Edits
 from moeblaze_ops.ops import direct
 
 log = logging.getLogger(__name__)

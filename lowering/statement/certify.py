@@ -40,8 +40,9 @@ def certified(view: GraphView, match: MoEMatch) -> Form | None:
     for term, expert in reading.experts:
         placed = without_padding(algebra, expert, elements.token)
         # A term of tokens stands in place of one of places, if that is what it was read as.
-        if placed is not expert and computed[term] and form_of(written(algebra, formulas, expert)) is form_of(term):
-            computed += Counter({term: -1, written(algebra, formulas, placed): 1})
+        spelled = formulas.spellings(expert.activation)[0]
+        if placed is not expert and computed[term] and form_of(written(algebra, formulas, expert, spelled)) is form_of(term):
+            computed += Counter({term: -1, written(algebra, formulas, placed, spelled): 1})
     base = () if match.base is None else _terms(reading, _base(view, match))
     added, statement = Counter(base), Statement(match, elements, formulas, feature)
     for activation in formulas.spellings(match.activation):

@@ -4,10 +4,10 @@ import torch
 
 from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS, symbol
 from moeblaze_ops.kernels.formulas.named import is_formula_of, is_gated
-from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, is_changing, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.match_result import MoEMatch
-from moeblaze_ops.lowering.match.terms.activation import Formulas, is_changing
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.pointwise_formula import to_formula
 
 

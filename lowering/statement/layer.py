@@ -28,7 +28,8 @@ from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.terms.activation import Formulas
-from moeblaze_ops.lowering.match.terms.padding import dropped
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, Projection
+from moeblaze_ops.lowering.match.terms.padding import written
 from moeblaze_ops.lowering.statement.operands import Elements
 
 _LEVEL = 100
@@ -212,30 +213,26 @@ class Statement:
 
     def _expert(self, number: Expr, activation: Expr, scale: Expr | None) -> Expr:
         """What an expert makes of the token, whose products with the up weights are multiplied by ``scale``."""
-        algebra, match, formulas = self._algebra, self._match, self._formulas
-        halves = [self._half(number, g, scale) for g in range(1 + self._gated)]
-        symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
-        for symbol, parameter in zip(formulas.parameters, match.parameters, strict=False):
-            symbols[symbol] = self._elements.of_expert(parameter, number, match.E)
-        hidden = dropped(algebra, algebra.substitute(activation, symbols), match.dropout[0])
-        down = self._elements.of_weight(match.w_down, number, self._f, self._feature)
+        match, elements = self._match, self._elements
+        down = elements.of_weight(match.w_down, number, self._f, self._feature)
         down = self._with_low_rank(down, match.low_rank_down, number, self._feature, self._f)
-        out = algebra.sum(self._f, algebra.mul(down, hidden))
-        bias = None if match.b_down is None else self._elements.of_weight(match.b_down, number, self._feature)
-        return dropped(algebra, out if bias is None else algebra.add(out, bias), match.dropout[1])
+        bias = None if match.b_down is None else elements.of_weight(match.b_down, number, self._feature)
+        expert = ExpertTerm(
+            binders=(), routing=(), x=elements.of_input(match.x, self._in), scale=() if scale is None else (scale,),
+            up=tuple(self._half(number, g) for g in range(1 + self._gated)), down=Projection(down, bias),
+            activation=match.activation, width=self._f, feature_in=self._in, dropout=match.dropout,
+            parameters=tuple(elements.of_expert(parameter, number, match.E) for parameter in match.parameters),
+        )  # fmt: skip
+        return written(self._algebra, self._formulas, expert, activation)
 
-    def _half(self, number: Expr, g: int, scale: Expr | None) -> Expr:
-        algebra, match = self._algebra, self._match
+    def _half(self, number: Expr, g: int) -> Projection:
+        match, elements = self._match, self._elements
         view, half = self._view_of_half(match.w_up, g)
         low_rank = match.low_rank_up[g] if match.low_rank_up else ()
-        weight = self._elements.of_weight(view, number, half, self._f, self._in)
-        weight = self._with_low_rank(weight, low_rank, number, self._f, self._in)
-        h = algebra.sum(self._in, algebra.mul(self._elements.of_input(match.x, self._in), weight))
-        h = h if scale is None else algebra.mul(scale, h)
-        if not match.b_up:
-            return h
-        view, half = self._view_of_half(match.b_up, g)
-        return algebra.add(h, self._elements.of_weight(view, number, half, self._f))
+        weight = elements.of_weight(view, number, half, self._f, self._in)
+        view, half = self._view_of_half(match.b_up, g) if match.b_up else (None, self._algebra.zero)
+        bias = None if view is None else elements.of_weight(view, number, half, self._f)
+        return Projection(self._with_low_rank(weight, low_rank, number, self._f, self._in), bias)
 
     def _view_of_half(self, views: tuple[WeightView, ...], g: int) -> tuple[WeightView, Expr]:
         return (views[g], self._algebra.zero) if len(views) == 2 else (views[0], self._algebra.const(g))

@@ -15,9 +15,8 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, is_changing, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
-from moeblaze_ops.lowering.match.terms.activation import is_changing
 
 _LEVEL = 150
 """Variables that stand for subscripts are numbered from here, above those of a statement."""
@@ -53,10 +52,8 @@ class LayerForm:
                 var, body = algebra.open(e)
                 return algebra.prefix(var, self.of(body), self.of(e.args[2]))
             case "call" if e.args[0] == DROPOUT:
-                factors = factors_of(self.of(e.args[1][0]))
-                numbers = [f for f in factors if f.kind == "const"]
-                others = [f for f in factors if f.kind != "const"]
-                return algebra.mul(*numbers, algebra.call(DROPOUT, (algebra.mul(*others),), e.args[2][0]))
+                number, others = split_number(self.of(e.args[1][0]))
+                return algebra.mul(algebra.const(number), algebra.call(DROPOUT, (algebra.mul(*others),), e.args[2][0]))
             case "call" if (whole := algebra.unscaled(e)) is not e:
                 return self.of(whole)
             case "leaf" if is_changing(e):
@@ -91,9 +88,9 @@ class LayerForm:
         algebra, numbers = self._algebra, dict[Expr, float]()
         whole = algebra.add(*terms)
         for term in whole.args if whole.kind == "add" else (whole,):
-            own = [f.args[0] for f in factors_of(term) if f.kind == "const"]
-            rest = algebra.mul(*(f for f in factors_of(term) if f.kind != "const"))
-            numbers[rest] = numbers.get(rest, 0) + (own[0] if own else 1)
+            number, factors = split_number(term)
+            rest = algebra.mul(*factors)
+            numbers[rest] = numbers.get(rest, 0) + number
         common = next(iter(numbers.values()))
         if any(number != common for number in numbers.values()):
             return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))

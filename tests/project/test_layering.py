@@ -28,7 +28,7 @@ FLOORS = {
         ["patches"],
         ["torch_internals"],
         ["graph"],
-        ["index_notation", "inductor"],
+        ["index_notation", "inductor", "undoable_edits"],
         ["facts"],
         ["evaluate", "forms"],
         ["match", "obligations"],
@@ -50,7 +50,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 39, "lowering": 44, "moeblaze_ops": 72}
+MOST_ARROWS = {"kernels": 39, "lowering": 45, "moeblaze_ops": 72}
 MOST_FILES = 15
 
 # A wrong line here can make a wrong rewrite of a captured graph; DESIGN.md says what each is trusted with. 5,800 is the aim.
@@ -75,7 +75,7 @@ SEARCHING = (
     "lowering/graph/computed_weights.py",
     "lowering/graph/model_state.py",
 )
-MOST_TRUSTED_LINES = 6750
+MOST_TRUSTED_LINES = 6449
 
 # What a package may know of the others. The switch hands graphs to lowering.
 ROOF = "compile"

@@ -17,7 +17,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
-from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -164,8 +164,8 @@ class Finder:
 
     def _number_and_rest(self, e: Expr) -> tuple[float | None, Expr | None]:
         """The number in a product, None where there is none, and the product without it."""
-        numbers = [f.args[0] for f in e.args if f.kind == "const"] if e.kind == "mul" else []
-        return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
+        number, factors = split_number(e) if e.kind == "mul" else (1, ())
+        return (None, None) if number == 1 else (number, self._evaluator.algebra.mul(*factors))
 
     def _of_tokens(self, columns: Indices, width: Size) -> Places:
         """``[*tokens, width]`` in any shape."""

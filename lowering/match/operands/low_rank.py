@@ -16,7 +16,7 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, split_number
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Reason, prove
@@ -184,6 +184,5 @@ def _number_and_rest(algebra: Algebra, e: Expr) -> tuple[float, Expr]:
     if e.kind == "cast":
         number, rest = _number_and_rest(algebra, e.args[1])
         return number, algebra.cast(e.args[0], rest)
-    parts = factors_of(algebra.unscaled(e))
-    numbers = [part.args[0] for part in parts if part.kind == "const"]
-    return prod(numbers), algebra.mul(*(part for part in parts if part.kind != "const"))
+    number, factors = split_number(algebra.unscaled(e))
+    return number, algebra.mul(*factors)

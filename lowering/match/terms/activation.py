@@ -16,8 +16,7 @@ from moeblaze_ops.kernels.formulas.expression import (
 )
 from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, name_of
 from moeblaze_ops.kernels.formulas.text import check_root
-from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
-from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, is_changing, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.terms.pointwise_formula import NoFormulaError, to_formula
 

@@ -20,7 +20,7 @@ from moeblaze_ops.lowering.evaluate.groups import largest_of
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, split_number
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.terms.activation import Formulas
@@ -29,13 +29,13 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
 def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> ExpertTerm:
     """An expert of tokens instead of places, if its rows are proven to be theirs; else the same."""
-    *numbers, rows = sorted(factors_of(expert.x), key=lambda f: f.kind != "const")
-    if rows.kind != "sum" or any(f.kind != "const" for f in numbers) or expert.scale or token.kind != "var":
+    number, rows = split_number(expert.x)
+    if [factor.kind for factor in rows] != ["sum"] or expert.scale or token.kind != "var":
         return expert
-    row, body = algebra.open(rows)
+    row, body = algebra.open(rows[0])
     if not same_size(row.args[1], token.args[1]):
         return expert
-    x = algebra.mul(*numbers, *(f for f in factors_of(body) if expert.feature_in in f.free))
+    x = algebra.mul(algebra.const(number), *(f for f in factors_of(body) if expert.feature_in in f.free))
     dispatch = algebra.substitute(algebra.mul(*(f for f in factors_of(body) if expert.feature_in not in f.free)), {row: token})
     combine = algebra.mul(*expert.routing)
     for place in expert.binders:
@@ -52,24 +52,24 @@ def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> Expert
     return expert
 
 
-def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm) -> Expr:
-    """The term that is read as ``expert``."""
+def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm, activation: Expr) -> Expr:
+    """The term that is read as ``expert``; ``activation`` is its own, in the symbols of ``formulas``."""
     halves = []
     for projection in expert.up:
         h = algebra.mul(*expert.scale, algebra.sum(expert.feature_in, algebra.mul(expert.x, projection.weight)))
         halves.append(h if projection.bias is None else algebra.add(h, projection.bias))
     symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
     symbols |= dict(zip(formulas.parameters, expert.parameters, strict=False))
-    hidden = dropped(algebra, algebra.substitute(formulas.spellings(expert.activation)[0], symbols), expert.dropout[0])
+    hidden = _dropped(algebra, algebra.substitute(activation, symbols), expert.dropout[0])
     term = algebra.sum(expert.width, algebra.mul(hidden, expert.down.weight))
     term = term if expert.down.bias is None else algebra.add(term, expert.down.bias)
-    term = algebra.mul(*expert.routing, dropped(algebra, term, expert.dropout[1]))
+    term = algebra.mul(*expert.routing, _dropped(algebra, term, expert.dropout[1]))
     for binder in reversed(expert.binders):
         term = algebra.sum(binder, term)
     return term
 
 
-def dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
+def _dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
     """``e`` with dropout, whichever call of it that is."""
     return algebra.call(DROPOUT, (e,), p) if p else e
 
@@ -130,7 +130,7 @@ def _takes_only(
     if (number := _not_zero(dispatch)) is not None:
         # Where the weight itself is zero the row is none, and no gradient tells.
         parts = number.args if number.kind == "add" else (number,)
-        own = [part for part in parts if _without_numbers(part) <= Counter(factors_of(combine))]
+        own = [part for part in parts if Counter(split_number(part)[1]) <= Counter(factors_of(combine))]
         if len(own) != 1 or not fades(number):
             return None
         for part in parts:
@@ -153,11 +153,7 @@ def _takes_only(
 def _is_chosen_weight(mark: Expr, placed: _Placed) -> bool:
     """Whether a mark is 1 wherever the weight at a place is not zero, since it says that of factors of it: [w != 0] w = w."""
     number = _not_zero(mark)
-    return number is not None and fades(number) and _without_numbers(number) <= Counter(placed.all_factors)
-
-
-def _without_numbers(e: Expr) -> Counter:
-    return Counter(f for f in factors_of(e) if f.kind != "const")
+    return number is not None and fades(number) and Counter(split_number(number)[1]) <= Counter(placed.all_factors)
 
 
 def _not_zero(e: Expr) -> Expr | None:

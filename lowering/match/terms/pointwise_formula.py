@@ -11,7 +11,7 @@ from functools import reduce
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.composites import COMPOSITES
 from moeblaze_ops.kernels.formulas.expression import ARITY, ONE, ZERO, Node, apply, number, symbols_of
-from moeblaze_ops.lowering.index_notation.expr import SCALED, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import SCALED, Expr, complement_of
 
 _OF_MASKS = {"where": 1, "or": 2}
 """How many of a function's first arguments are masks."""
@@ -47,7 +47,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
             case "eq":
                 return apply("eq", *map(read_number, e.args))
             case "add":
-                masks = [*map(read, _subtracted_from_one(e))]
+                masks = [*map(read, complement_of(e))]
                 if masks and all(mask.is_logical for mask in masks):
                     return apply("not", _chain("and", masks))
                 return _chain("add", map(read_number, sorted(e.args, key=lambda part: part.kind == "const")))
@@ -79,14 +79,6 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
         return apply(name, *operands)
 
     return read_number(e)
-
-
-def _subtracted_from_one(e: Expr) -> list[Expr]:
-    """The masks of ``1 - mask * mask``, the opposite of what holds where all of them do; nothing of another sum."""
-    first, *others = e.args
-    factors = factors_of(others[0]) if len(others) == 1 and first.kind == "const" and first.args[0] == 1 else ()
-    is_minus = [f.args[0] for f in factors if f.kind == "const"] == [-1]
-    return [f for f in factors if f.kind != "const"] if is_minus else []
 
 
 def _chain(function: str, parts: Iterable[Node]) -> Node:

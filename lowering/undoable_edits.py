@@ -27,8 +27,7 @@ class Edits:
     def insert(self, after: fx.Node, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
         args = fx.node.map_arg(args, self.successor)
         with self.graph.inserting_after(after):
-            create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
-            node = create(target, args, kwargs)
+            node = self.graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
         self._undo.append(lambda: self.graph.erase_node(node))
         return node
 

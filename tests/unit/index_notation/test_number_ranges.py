@@ -1,0 +1,49 @@
+"""What is said of the numbers that an index may be is true of all that it is."""
+
+import random
+from itertools import product
+
+import pytest
+import sympy
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
+from moeblaze_ops.lowering.index_notation.expr import complement_of
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+
+SIZE = sympy.Symbol("s", integer=True, positive=True)
+
+
+@pytest.fixture
+def algebra():
+    return Evaluator().algebra
+
+
+def test_bounds_of_a_linear_index(algebra):
+    rng = random.Random(0)
+    for _ in range(300):
+        extents = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+        scales, constant = [rng.choice((-3, -1, 1, 2)) for _ in extents], rng.randint(-4, 9)
+        e = algebra.linear(constant, zip(scales, (algebra.var(level, n, "r") for level, n in enumerate(extents)), strict=True))
+        values = [constant + sum(map(int.__mul__, scales, at)) for at in product(*map(range, extents))]
+        assert never_negative(e) == (min(values) >= 0)
+        rises = constant >= 0 and min(scales) > 0
+        assert algebra.extent(e) in ({max(values) + 1} if rises else {None, max(values) + 1} if min(values) >= 0 else {None})
+
+
+def test_bounds_where_sizes_are_symbols(algebra):
+    row = algebra.var(0, SIZE, "r")
+    assert never_negative(algebra.linear(SIZE - 1, [(-1, row)])) and never_negative(algebra.linear(0, [(SIZE, row)]))
+    assert not never_negative(algebra.linear(SIZE - 2, [(-1, row)])) and not never_negative(algebra.linear(0, [(SIZE - 3, row)]))
+    assert not never_negative(algebra.linear(9 - 3 * SIZE, [(SIZE - 3, algebra.var(0, 4, "r"))]))  # 9 - 3 s, at 0
+
+
+def test_what_is_taken_from_one(algebra):
+    m, n = (algebra.eq(algebra.var(level, 4, "r"), algebra.const(1)) for level in (0, 1))
+    without = opposite(algebra, algebra.mul(m, n))
+    assert set(complement_of(without)) == {m, n} and is_indicator(without)
+    assert opposite(algebra, without) is algebra.mul(m, n)
+    two, minus = algebra.const(2), algebra.const(-1)
+    others = algebra.add(algebra.one, m), algebra.add(two, algebra.mul(minus, m)), algebra.add(algebra.one, algebra.mul(two, m))
+    assert not any(complement_of(e) or is_indicator(e) for e in (*others, algebra.add(m, algebra.mul(minus, n))))
