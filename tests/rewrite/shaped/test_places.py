@@ -180,7 +180,28 @@ def deepspeed_by_scores(self, x, probabilities):
     return _of_any(self, x, probabilities, _with_highest_scores(probabilities, self.places))
 
 
-SPELLINGS = (places_of_slots, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, deepspeed_of_any,
+def _stored_at(self, x, probabilities, slot=None, joined=None, second=None):
+    """ColossalAI's router: both slots of a token are stored at their expert and place."""
+    row, sizes = torch.arange(x.shape[0]), (*probabilities.shape, self.places)
+    row = row if slot is None else slot(row)
+    combine, dispatch = torch.zeros(sizes, dtype=x.dtype), torch.zeros(sizes, dtype=torch.bool)
+    first = probabilities.argmax(1)
+    ids_of = first, probabilities.masked_fill(F.one_hot(first, zoo.E).bool(), float("-inf")).argmax(1)
+    slots = _of_two(self, probabilities) if second is None else second(_of_two(self, probabilities))
+    for ids, (mask, location) in zip(ids_of, slots, strict=True):
+        kept = mask * torch.lt(location, self.places)
+        place = (location * kept).sum(1)
+        at = row, ids[row], place[row]
+        combine[at] += (kept * probabilities)[row, ids[row]]
+        dispatch[at] |= kept.bool()[row, ids[row]] if joined is None else joined(dispatch[at], kept.bool()[row, ids[row]])
+    return self.combined(x, combine, dispatch)
+
+
+def stored_at_places(self, x, probabilities):
+    return _stored_at(self, x, probabilities)
+
+
+SPELLINGS = (places_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, deepspeed_of_any,
              deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
@@ -314,7 +335,27 @@ def dropped_to_the_first_place(self, x, probabilities):
     return _of_any(self, x, probabilities, lambda mask, at: (mask * torch.lt(at, self.places), at), shares="of all")
 
 
-NEAR = (more_tokens_than_places, dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
+def stored_over_one_another(self, x, probabilities):
+    """Of two tokens one at most is stored."""
+    return _stored_at(self, x, probabilities, slot=lambda row: row // 2)
+
+
+def stored_for_others(self, x, probabilities):
+    """Tokens that have no room are in the place of one that has."""
+    return _stored_at(self, x, probabilities, joined=lambda _, kept: ~kept)
+
+
+def second_slots_stored_from_zero(self, x, probabilities):
+    """First and second slots at the same places."""
+
+    def second(slots):
+        (first, location), (other, behind) = slots
+        return [(first, location), (other, behind - first.sum(0, keepdim=True))]
+
+    return _stored_at(self, x, probabilities, second=second)
+
+
+NEAR = (stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places, dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
         second_slots_from_zero, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
