@@ -201,8 +201,8 @@ def stored_at_places(self, x, probabilities):
     return _stored_at(self, x, probabilities)
 
 
-SPELLINGS = (places_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, deepspeed_of_any,
-             deepspeed_by_scores, switch, fairscale)  # fmt: skip
+SPELLINGS = (places_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two,
+             deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
@@ -355,7 +355,8 @@ def second_slots_stored_from_zero(self, x, probabilities):
     return _stored_at(self, x, probabilities, second=second)
 
 
-NEAR = (stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places, dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
+NEAR = (stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
+        dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
         second_slots_from_zero, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
