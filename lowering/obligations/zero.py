@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of
@@ -176,7 +177,7 @@ class Zeros:
             return pattern == e
         if pattern in bound:
             return self.algebra.fits(e, pattern.args[1]) and binding.setdefault(pattern, e) is e
-        if pattern is e:
+        if pattern is e or (pattern.kind == e.kind == "distinct" and all(are_distinct(self.algebra, *d.args) for d in (pattern, e))):
             return True
         if pattern.kind != e.kind or pattern.kind in _NOT_UNIFIED or pattern.free.isdisjoint(bound):
             return False
