@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra, exact_quotient, may_be_negative
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 
@@ -217,19 +217,23 @@ class IndexingRules:
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         keys, body = self._as_selected(row, keys, body)
+        kept = self.algebra.one
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
-        elif len(keys) == 1:
-            landed = self._land_selected(row, keys, at, sizes, body, depth)
         else:
-            landed = self._land_at_positions(row, keys, at, sizes, body)
+            whole = self._of_all_rows(row, keys, at, body, depth) or (row, keys, body, kept)
+            if len(keys) == 1:
+                landed = self._land_sorted(whole[0], whole[1][0], at[0], sizes[0], *whole[2:])
+            else:
+                row, keys, body, kept = whole
+                landed = self._land_at_positions(row, keys, at, sizes, body, kept)
         if landed is not None and row not in landed.body.free:
             return landed
-        hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
+        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         unique = keys[0] if len(keys) == 1 else None
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
-        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes) is not None
+        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes, factors_of(kept)) is not None
         return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
 
     def _as_selected(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
@@ -243,8 +247,8 @@ class IndexingRules:
         before = {row: self.algebra.inverse(order.args[0], row)}
         return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
 
-    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size]) -> int | None:
-        """Which of two keys counts the rows of the other up to each row, where there is a place for all of them.
+    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size], marks: Sequence[Expr] = ()) -> int | None:
+        """Which of two keys counts the rows of the other up to each row, where there is a place for all that have the marks.
 
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       the second one, of as many places as rows
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids]] = x           none, of so many: the last row has none
@@ -254,7 +258,7 @@ class IndexingRules:
             if self.algebra.counts_own(row, key, place):
                 before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
                 counts = [before + most for most in (row.args[1], self._most_of_one_key(row, key))]
-                there = any(_is_below(count, sizes[number]) for count in counts)
+                there = any(_is_below(n, sizes[number]) for n in counts) or any(is_below(m, place, sizes[number]) for m in marks)
                 return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
         return None
 
@@ -331,29 +335,30 @@ class IndexingRules:
                 at[dim : dim + keepdim] = [slot]
                 yield first, self.element(x, tuple(at), depth)
 
-    def _land_selected(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
-    ) -> "_Landed | None":
-        """The key of sorted rows, or of those of them that a mask selects: go through all of them instead."""
-        selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
+    def _of_all_rows(
+        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
+    ) -> tuple[Expr, list[Expr], Expr, Expr] | None:
+        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
+        given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
+        selected = next(given, None)
         if selected is None or row.kind != "var":
-            return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
+            return None
         mask, _, _, extent = selected.args
         position = self.algebra.fresh((row, *at), extent)
         if len(mask.shape) != 1 or position.kind != "var":
             return None
-        key, body = (self.algebra.substitute(e, {selected: position}) for e in (keys[0], body))
-        if row in key.free | body.free:
+        *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
+        if any(row in e.free for e in (*keys, body)):
             return None
-        return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
+        return position, keys, body, self.element(mask, (position,), depth)
 
     def _land_at_positions(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
     ) -> "_Landed | None":
         """One of several keys is the row's own number, or that of its token; the others are compared."""
         for mine, key in enumerate(keys) if len(keys) > 1 else ():
             others = [(other, i) for n, (other, i) in enumerate(zip(keys, at, strict=True)) if n != mine]
-            hits = self.algebra.mul(*(self.algebra.eq(other, i) for other, i in others))
+            hits = self.algebra.mul(kept, *(self.algebra.eq(other, i) for other, i in others))
             unique = others[0][0] if len(others) == 1 else None
             landed = self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)
             if landed is not None:

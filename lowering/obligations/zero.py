@@ -177,8 +177,10 @@ class Zeros:
             return pattern == e
         if pattern in bound:
             return self.algebra.fits(e, pattern.args[1]) and binding.setdefault(pattern, e) is e
-        if pattern is e or (pattern.kind == e.kind == "distinct" and all(are_distinct(self.algebra, *d.args) for d in (pattern, e))):
+        if pattern is e:
             return True
+        if pattern.kind == e.kind == "distinct":
+            return all(are_distinct(self.algebra, *d.args) for d in (pattern, e))
         if pattern.kind != e.kind or pattern.kind in _NOT_UNIFIED or pattern.free.isdisjoint(bound):
             return False
         parts, others = pattern.args, e.args

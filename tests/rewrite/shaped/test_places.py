@@ -576,3 +576,69 @@ def of_the_next_expert(self, x, probabilities):
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_buffers_that_drop_and_stay(spelling):
     assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
+
+
+# Rows that a mask selects.
+
+
+def _selected(self, x, probabilities, experts=None, count=_count, written=0, read=None):
+    """Only slots that have a place are written, and read; ``written`` of the places stay empty."""
+    weights, ids = probabilities.topk(2)
+    count, ids, tokens = count(ids), ids.reshape(-1), torch.arange(ids.numel()) // 2
+    kept, into = count < self.places, count < self.places - written
+    buffer = x.new_zeros(zoo.E, self.places, zoo.D)
+    buffer[ids[into], count[into]] = x[tokens[into]]
+    y = (experts or self.of_places)(buffer)
+    y = y[ids[kept], count[kept]] if read is None else read(y, ids[kept], count[kept])
+    return torch.zeros_like(x).index_add(0, tokens[kept], y * weights.reshape(-1)[kept].unsqueeze(1))
+
+
+def _one_by_one(self, of=lambda e: e, act=F.silu):
+    """Experts of their own, of which ``of`` tells whose rows each reads."""
+    return lambda buffer: torch.stack([act(buffer[of(e)] @ self.up[e]) @ self.down[e] for e in range(zoo.E)])
+
+
+def selected_rows(self, x, probabilities):
+    return _selected(self, x, probabilities)
+
+
+def selected_rows_of_listed_experts(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self))
+
+
+@pytest.mark.parametrize("spelling", [selected_rows, selected_rows_of_listed_experts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("num_tokens", "bias"), [(20, 0), (2, 0), (12, 50)])
+def test_selected_rows(spelling, num_tokens, bias):
+    layer = Layer(spelling)
+    with torch.no_grad():
+        layer.gate.bias[2] = bias
+    (found,) = check_against_eager(layer, torch.randn(num_tokens, zoo.D)).rewritten
+    assert found.K == 2
+
+
+def an_empty_place_is_read(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self, act=torch.sigmoid), written=1)
+
+
+def rows_of_the_opposite_expert(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self, of=lambda e: zoo.E - 1 - e))
+
+
+def places_among_the_next_experts_slots(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self), count=lambda ids: _count((ids + 1) % zoo.E))
+
+
+def read_in_falling_order(self, x, probabilities):
+    return _selected(self, x, probabilities, read=lambda y, ids, place: y[ids, place.flip(0)])
+
+
+def read_of_the_next_expert(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self), read=lambda y, ids, place: y[(ids + 1) % zoo.E, place])
+
+
+@pytest.mark.parametrize("spelling", [
+    an_empty_place_is_read, rows_of_the_opposite_expert, places_among_the_next_experts_slots, read_in_falling_order,
+    read_of_the_next_expert,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_selected_rows_that_stay(spelling):
+    assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
