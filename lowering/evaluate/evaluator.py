@@ -204,8 +204,9 @@ class Evaluator(IndexingRules):
         known = isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
         if not known or any(digit.kind != "leaf" for digit in digits) or depth or all(is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
-        hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
-        return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
+        numbers = [self.algebra.const(i) for i in range(extent)]
+        parts = ((n, self.element(x, rest, depth)) for n, x in zip(numbers, xs, strict=False))
+        return self.algebra.add(*(self.algebra.mul(self.algebra.eq(at, n), self.algebra.counted(e, at, n)) for n, e in parts))
 
     # Slices under `torch.vmap`.
 

@@ -15,9 +15,10 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, key_and_number, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 
 
 class IndexingRules(RunRules):
@@ -108,16 +109,15 @@ class IndexingRules(RunRules):
         if self._inverts(value, tensors[0], values):
             return self.algebra.inverse(tensors[0], indices[0])
         rows, rest = tensors[0].shape[0], indices[len(keyed) :]
-        added = None if accumulate else _added_to_rows(x, tensors, values)
-        part = values if added is None else added
+        joined, part = (None, values) if accumulate else _joined_to_rows(x, tensors, values)
 
         def row_at(index: Expr) -> tuple[list[Expr], Expr]:
             body = self._broadcast(part, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
             return [self.element(tensors[i], (index,), depth) for i in keyed], body
 
         at, sizes = indices[: len(keyed)], value.shape
-        runs = self.runs(tensors[0], part) if added is None else [(0, rows)]
-        return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
+        runs = [(0, rows)] if joined else self.runs(tensors[0], part)
+        return self._stored(value, indices, runs, row_at, at, sizes, depth, joined=joined)
 
     def _inverts(self, value: Value, index: Value, stored: Value) -> bool:
         """True if ``value`` is a vector in which rows 0, 1, ... are stored at the places of a permutation of all its rows."""
@@ -147,11 +147,11 @@ class IndexingRules(RunRules):
         at: "Indices",
         sizes: tuple[Size, ...],
         depth: int,
-        adds: bool = False,
+        joined: str | None = None,
     ) -> Expr:
         """The element of a put or a scatter, after one run of rows after another was added or stored.
 
-        ``adds``: what is stored is what was there, and the rows.
+        ``joined``: what is stored is this function of what was there, and of the rows.
         """
         x, accumulate = value.args[0], value.args[-1]
         element = self.element(x, indices, depth)
@@ -165,8 +165,12 @@ class IndexingRules(RunRules):
             landed = self._land(row, keys, at, sizes, body, depth)
             if accumulate:
                 element = self.algebra.add(element, landed.total(self.algebra))
+            elif joined is None:
+                element = landed.replaces(self.algebra, element)
+            elif (row := landed.once(self.algebra)) is not None:
+                element = apply_pointwise(self.algebra, joined, [element, row], (), integers=False)
             else:
-                element = (landed.adds if adds else landed.replaces)(self.algebra, element)
+                element = None
             if element is None:
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
@@ -191,19 +195,23 @@ class IndexingRules(RunRules):
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         keys, body = self._as_selected(row, keys, body)
+        kept = self.algebra.one
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
-        elif len(keys) == 1:
-            landed = self._land_selected(row, keys, at, sizes, body, depth)
         else:
-            landed = self._land_at_positions(row, keys, at, sizes, body)
+            whole = self._of_all_rows(row, keys, at, body, depth) or (row, keys, body, kept)
+            if len(keys) == 1:
+                landed = self._land_sorted(whole[0], whole[1][0], at[0], sizes[0], *whole[2:])
+            else:
+                row, keys, body, kept = whole
+                landed = self._land_at_positions(row, keys, at, sizes, body, kept)
         if landed is not None and row not in landed.body.free:
             return landed
-        hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
+        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         unique = keys[0] if len(keys) == 1 else None
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
-        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes) is not None
+        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes, factors_of(kept)) is not None
         return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
 
     def _as_selected(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
@@ -217,8 +225,8 @@ class IndexingRules(RunRules):
         before = {row: self.algebra.inverse(order.args[0], row)}
         return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
 
-    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size]) -> int | None:
-        """Which of two keys counts the rows of the other up to each row, where there is a place for all of them.
+    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size], marks: Sequence[Expr] = ()) -> int | None:
+        """Which of two keys counts the rows of the other up to each row, where there is a place for all that have the marks.
 
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       the second one, of as many places as rows
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids]] = x           none, of so many: the last row has none
@@ -228,7 +236,7 @@ class IndexingRules(RunRules):
             if self.algebra.counts_own(row, key, place):
                 before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
                 counts = [before + most for most in (row.args[1], self._most_of_one_key(row, key))]
-                there = any(_is_below(count, sizes[number]) for count in counts)
+                there = any(_is_below(n, sizes[number]) for n in counts) or any(is_below(m, place, sizes[number]) for m in marks)
                 return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
         return None
 
@@ -305,32 +313,34 @@ class IndexingRules(RunRules):
                 at[dim : dim + keepdim] = [slot]
                 yield first, self.element(x, tuple(at), depth)
 
-    def _land_selected(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
-    ) -> "_Landed | None":
-        """The key of sorted rows, or of those of them that a mask selects: go through all of them instead."""
-        selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
+    def _of_all_rows(
+        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
+    ) -> tuple[Expr, list[Expr], Expr, Expr] | None:
+        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
+        given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
+        selected = next(given, None)
         if selected is None or row.kind != "var":
-            return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
+            return None
         mask, _, _, extent = selected.args
         position = self.algebra.fresh((row, *at), extent)
         if len(mask.shape) != 1 or position.kind != "var":
             return None
-        key, body = (self.algebra.substitute(e, {selected: position}) for e in (keys[0], body))
-        if row in key.free | body.free:
+        *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
+        if any(row in e.free for e in (*keys, body)):
             return None
-        return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
+        return position, keys, body, self.element(mask, (position,), depth)
 
     def _land_at_positions(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
     ) -> "_Landed | None":
-        """One of two keys is the row's own number, or that of its token; the other is compared: it counts from no end."""
-        for mine, other in ((0, 1), (1, 0)) if len(keys) == 2 else ():
-            if keys[other].kind == "leaf" and keys[other].args[0].bound is not None:
-                hits = self.algebra.eq(keys[other], at[other])
-                landed = self._land_sorted(row, keys[mine], at[mine], sizes[mine], body, hits, keys[other])
-                if landed is not None:
-                    return landed
+        """One of several keys is the row's own number, or that of its token; the others are compared."""
+        for mine, key in enumerate(keys) if len(keys) > 1 else ():
+            others = [(other, i) for n, (other, i) in enumerate(zip(keys, at, strict=True)) if n != mine]
+            hits = self.algebra.mul(kept, *(self.algebra.eq(other, i) for other, i in others))
+            unique = others[0][0] if len(others) == 1 else None
+            landed = self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)
+            if landed is not None:
+                return landed
         return None
 
     def _land_sorted(
@@ -387,16 +397,17 @@ class _Landed:
                 added.remove(term)
         elif self.free or not all(any(differ(f, self.hits) for f in factors_of(term)) for term in below):
             return None  # a term may not be zero wherever the row lands: one number cannot equal two
-        return _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).adds(algebra, base)
+        once = _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).once(algebra)
+        return None if once is None else algebra.add(base, once)
 
-    def adds(self, algebra: Algebra, base: Expr) -> Expr | None:
-        """The element after ``base`` and the row were stored, when at most one row lands; None if it has no sum form."""
+    def once(self, algebra: Algebra) -> Expr | None:
+        """The row that lands, zero if none does, when at most one does; None if that has no sum form."""
         if self.hits is algebra.zero:
-            return base
+            return algebra.zero
         if self.free and not self.apart and (self.unique is None or len(self.free) > 1):
             return None
         once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
-        return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
+        return self._summed(algebra, algebra.mul(self.hits, once, self.body))
 
 
 def _is_permuted(index: Expr) -> bool:
@@ -418,13 +429,17 @@ def _strides(shape: tuple[Size, ...]) -> list[Size]:
     return strides[::-1]
 
 
-def _added_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> Value | None:
-    """What is added to rows of ``x`` before they are stored where they were read."""
-    if values.op != "pointwise" or values.args[0] != "add" or values.args[2] or not values.dtype.is_floating_point:
-        return None
-    read = [v for v in values.args[1] if v.op == "index" and v.args == (x, tensors, 0)]
-    others = [v for v in values.args[1] if v not in read]
-    return others[0] if len(read) == len(others) == 1 and others[0].dtype == values.dtype else None
+def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> tuple[str | None, Value]:
+    """The function of rows of ``x`` that is stored where they were read, and what is joined to them; else what is stored.
+
+        x[rows] += values, mask[rows] |= values         but not  x[rows] = x[others] + values
+    """
+    name, xs, params = values.args if values.op == "pointwise" else ("", (), ())
+    read = [v for v in xs if v.op == "index" and v.args == (x, tensors, 0)]
+    others = [v for v in xs if v not in read]
+    joins = name == "or" or (name == "add" and values.dtype.is_floating_point)
+    alone = joins and not params and len(read) == len(others) == 1 and others[0].dtype == values.dtype
+    return (name, others[0]) if alone else (None, values)
 
 
 def _flattened_coordinates(key: Expr) -> list[Expr] | None:

@@ -222,6 +222,19 @@ def concatenated(view: GraphView, xs: Any, d: int) -> Value:
     return view.make("cat", tuple(map(tensor, xs)), d)
 
 
+@form("pad", "constant_pad_nd")
+def _pad(view: GraphView, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Value:
+    """A number before and behind the elements of the last axes: ``F.pad(counts.cumsum(0), (1, 0))``, not ``mode="reflect"``."""
+    require(mode == "constant" and all(isinstance(n, int) and n >= 0 for n in pad), "so many of one number")
+    for i, sizes in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        shape, d = tensor(x).shape, len(x.shape) - 1 - i
+        before, behind = ([filled(view, value or 0, (*shape[:d], n, *shape[d + 1 :]), x.dtype)] if n else [] for n in sizes)
+        length = sum(sizes) + shape[d]
+        parts = (*before, x, *behind)
+        x = view.make("cat", parts, d, shape=(*shape[:d], length, *shape[d + 1 :]), dtype=x.dtype) if sum(sizes) else x
+    return x
+
+
 # Numbers.
 
 

@@ -326,6 +326,25 @@ class Algebra:
                     return self.substitute(self.mul(*(f for f in factors if f not in (place_hit, key_hit))), row)
         return None
 
+    def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
+        """``e`` where ``key`` is a number: rows of that key, at the place of one of them, are that row.
+
+            rows[e, count[s]] where ids[s] = e, of a buffer in which each row stands at its id and its running count
+        """
+
+        known: dict[Expr, Expr] = {}
+
+        def visit(e: Expr) -> Expr:
+            if e not in known:
+                var, body = self.open(e) if e.kind == "sum" else (e, e)
+                hits = {f: self.substitute(f, {number: key}) for f in factors_of(body) if f.kind == "eq" and number in f.args}
+                own = self.mul(*(hits.get(f, f) for f in factors_of(body)))
+                only = self._only_counted(var, own) if hits and var is not e else None
+                known[e] = self._rebuild(e, visit) if only is None else only
+            return known[e]
+
+        return visit(e)
+
     def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
         """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
         if var.args[2] != "r":

@@ -8,6 +8,7 @@ import torch
 
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -56,10 +57,12 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
                 return algebra.const(int(getattr(operator, name)(difference.args[0], 0)))
             interval = solved(name, difference)
             return algebra.call(name, (a, b)) if interval is None else algebra.between(interval)
-        case "or" if algebra.zero in (a, b):
+        case "or" if algebra.zero in (a, b) or a is b:
             return b if a is algebra.zero else a
         case "or" if (is_bound(a) or is_bound(b)) and interval_of(a) and interval_of(b):
             return _not(algebra, algebra.mul(_not(algebra, a), _not(algebra, b)))
+        case "or" if is_indicator(a) and is_indicator(b):
+            return algebra.cast(torch.bool, algebra.add(a, b))
         case "eq":
             return algebra.eq(a, b)
         case "ne":

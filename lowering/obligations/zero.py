@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of
@@ -178,6 +179,8 @@ class Zeros:
             return self.algebra.fits(e, pattern.args[1]) and binding.setdefault(pattern, e) is e
         if pattern is e:
             return True
+        if pattern.kind == e.kind == "distinct":
+            return all(are_distinct(self.algebra, *d.args) for d in (pattern, e))
         if pattern.kind != e.kind or pattern.kind in _NOT_UNIFIED or pattern.free.isdisjoint(bound):
             return False
         parts, others = pattern.args, e.args

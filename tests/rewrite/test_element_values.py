@@ -27,6 +27,8 @@ torch.zeros(T, E).scatter_add(1, ids, torch.ones(T, K))    torch.zeros(T, E).sca
 torch.zeros(T, E).double().scatter(1, chosen, x[:, :K])    torch.ones(T, E).scatter_reduce(1, ids, torch.ones(T, K), "amax")
 torch.zeros_like(x).index_add(0, ids[:, 0], x, alpha=2)    torch.ones_like(x).index_copy(0, torch.tensor([3, 1]), y[:2])
 torch.zeros(T, E).double().index_put((torch.arange(T)[:, None], chosen), x[:, :K], accumulate=True)
+F.pad(x, (1, 2))    F.pad(ids, (0, 0, 2, 1), value=3)    F.pad(m, (1, 0), value=True)    F.pad(x[None], (1, 1), mode="reflect")
+F.pad(x, (-1, 2))    F.pad(ids.flatten().bincount(minlength=E).cumsum(0), (1, 0))    F.pad(x, (0, 1, 1, 0), "constant", 0.5)
 x.clamp(0.5, -0.5)    torch.clamp_max(x, 0.2)    x.clamp_min(0.2)    F.hardtanh(x, max_val=0.3)    F.glu(x)
 F.leaky_relu(x, 0.3)    F.hardshrink(x, 0.3)    F.softshrink(x, lambd=0.3)    F.tanhshrink(x)    F.rrelu(x)
 torch.lerp(x, y, 0.3)

@@ -131,7 +131,7 @@ def _takes_only(
         # Where the weight itself is zero the row is none, and no gradient tells.
         parts = number.args if number.kind == "add" else (number,)
         own = [part for part in parts if Counter(split_number(part)[1]) <= Counter(factors_of(combine))]
-        if len(own) != 1 or not fades(number):
+        if len(own) != 1 or not (fades(number) or all(map(is_indicator, parts))):
             return None
         for part in parts:
             found = [_position(algebra, other, place, token) for other in _placed(algebra, part, place)]

@@ -215,8 +215,20 @@ def slots_of_turned_ids(self, x, weights, ids):
     return out
 
 
+def positive_share(self, x, weights, ids):
+    """The rows are those whose score is not zero, of scores that were divided by their sum."""
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    scores = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter_(1, ids, weights)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = scores[:, e] > 0
+        if mask.any():
+            out[mask] += scores[mask, e].unsqueeze(-1) * expert(x[mask])
+    return out
+
+
 GUARDED = (
-    slots_by_division, slots_by_function, slots_of_turned_ids,
+    positive_share, slots_by_division, slots_by_function, slots_of_turned_ids,
     if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
     gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
 )  # fmt: skip
@@ -307,6 +319,10 @@ _CHANGES = {
         slots_by_division,
         (_RETURN, "        out.index_add_(0, (slots.sum() % x.shape[0]).view(1), torch.ones_like(x[:1]))\n    return out"),
     ),
+    "share_of_one_slot": (  # of two slots with one expert one is stored
+        positive_share, ("    scores =", "    ids = ids // 2\n    scores ="),
+    ),
+    "share_of_the_next": (positive_share, ("if mask.any()", "if (scores[:, e - 1] > 0).any()")),
     "hit_counted": (
         _hit, (_BEGIN, "out, hits = torch.zeros_like(x), 0\n"), (_RETURN, "        hits = hits + 1\n    return out * hits"),
     ),

@@ -5,6 +5,7 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 
 def deepseek_infer(self, x, weights, ids):
@@ -211,6 +212,19 @@ def offsets_list(self, x, weights, ids):
     return out
 
 
+def padded_ends(self, x, weights, ids):
+    """The start of the first group is a zero in front of the ends."""
+    order = torch.argsort(ids.flatten(), stable=True)
+    token = order // ids.shape[1]
+    ends = F.pad(torch.bincount(ids.flatten(), minlength=len(self.experts)).cumsum(0), (1, 0)).tolist()
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        of_expert = slice(ends[e], ends[e + 1])
+        y = expert(x[token[of_expert]]) * weights.flatten()[order[of_expert]].unsqueeze(1)
+        out.index_add_(0, token[of_expert], y)
+    return out
+
+
 def sliced_by_cumsum(self, x, weights, ids):
     """Bounds on the host of counts that stay, and a comprehension over slices."""
     order = torch.argsort(ids.view(-1), stable=True)
@@ -306,6 +320,7 @@ SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
+    padded_ends,
     counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.corpus.loops.split import run_expert, sorted_by_expert, sparse_dispatcher  # noqa: F401
+from tests.corpus.loops.split import padded_ends, run_expert, sorted_by_expert, sparse_dispatcher  # noqa: F401
 from tests.corpus.zoo.changed import all_changed
 
 
@@ -86,6 +86,8 @@ _CHANGES = {
     "order_of_the_order": (sparse_dispatcher, ("order[:, 1], 0]", "order[:, 1].argsort(), 0]")),
     "groups_of_rows": (sparse_dispatcher, (".sum(0).tolist", ".flip(1).sum(0).tolist")),
     "gates_as_they_stood": (sparse_dispatcher, ("experts[:, 1:]", "chosen[:, 1:]")),
+    "padded_behind": (padded_ends, ("(1, 0))", "(0, 1))")),  # the rows of the first expert are left out
+    "padded_by_one": (padded_ends, ("(1, 0))", "(1, 0), value=1)")),
     "gates_of_the_first": (sparse_dispatcher, ("gates[token]", "gates[chosen[:, 0]]")),
 }  # fmt: skip
 TWINS = all_changed(_CHANGES)

@@ -180,8 +180,29 @@ def deepspeed_by_scores(self, x, probabilities):
     return _of_any(self, x, probabilities, _with_highest_scores(probabilities, self.places))
 
 
-SPELLINGS = (places_of_slots, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, deepspeed_of_any,
-             deepspeed_by_scores, switch, fairscale)  # fmt: skip
+def _stored_at(self, x, probabilities, slot=None, joined=None, second=None):
+    """ColossalAI's router: both slots of a token are stored at their expert and place."""
+    row, sizes = torch.arange(x.shape[0]), (*probabilities.shape, self.places)
+    row = row if slot is None else slot(row)
+    combine, dispatch = torch.zeros(sizes, dtype=x.dtype), torch.zeros(sizes, dtype=torch.bool)
+    first = probabilities.argmax(1)
+    ids_of = first, probabilities.masked_fill(F.one_hot(first, zoo.E).bool(), float("-inf")).argmax(1)
+    slots = _of_two(self, probabilities) if second is None else second(_of_two(self, probabilities))
+    for ids, (mask, location) in zip(ids_of, slots, strict=True):
+        kept = mask * torch.lt(location, self.places)
+        place = (location * kept).sum(1)
+        at = row, ids[row], place[row]
+        combine[at] += (kept * probabilities)[row, ids[row]]
+        dispatch[at] |= kept.bool()[row, ids[row]] if joined is None else joined(dispatch[at], kept.bool()[row, ids[row]])
+    return self.combined(x, combine, dispatch)
+
+
+def stored_at_places(self, x, probabilities):
+    return _stored_at(self, x, probabilities)
+
+
+SPELLINGS = (places_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two,
+             deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
@@ -314,7 +335,28 @@ def dropped_to_the_first_place(self, x, probabilities):
     return _of_any(self, x, probabilities, lambda mask, at: (mask * torch.lt(at, self.places), at), shares="of all")
 
 
-NEAR = (more_tokens_than_places, dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
+def stored_over_one_another(self, x, probabilities):
+    """Of two tokens one at most is stored."""
+    return _stored_at(self, x, probabilities, slot=lambda row: row // 2)
+
+
+def stored_for_others(self, x, probabilities):
+    """Tokens that have no room are in the place of one that has."""
+    return _stored_at(self, x, probabilities, joined=lambda _, kept: ~kept)
+
+
+def second_slots_stored_from_zero(self, x, probabilities):
+    """First and second slots at the same places."""
+
+    def second(slots):
+        (first, location), (other, behind) = slots
+        return [(first, location), (other, behind - first.sum(0, keepdim=True))]
+
+    return _stored_at(self, x, probabilities, second=second)
+
+
+NEAR = (stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
+        dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
         second_slots_from_zero, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
@@ -533,4 +575,70 @@ def of_the_next_expert(self, x, probabilities):
     one_row_too_many, one_place_before, round_and_round, of_the_next_expert,
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_buffers_that_drop_and_stay(spelling):
+    assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
+
+
+# Rows that a mask selects.
+
+
+def _selected(self, x, probabilities, experts=None, count=_count, written=0, read=None):
+    """Only slots that have a place are written, and read; ``written`` of the places stay empty."""
+    weights, ids = probabilities.topk(2)
+    count, ids, tokens = count(ids), ids.reshape(-1), torch.arange(ids.numel()) // 2
+    kept, into = count < self.places, count < self.places - written
+    buffer = x.new_zeros(zoo.E, self.places, zoo.D)
+    buffer[ids[into], count[into]] = x[tokens[into]]
+    y = (experts or self.of_places)(buffer)
+    y = y[ids[kept], count[kept]] if read is None else read(y, ids[kept], count[kept])
+    return torch.zeros_like(x).index_add(0, tokens[kept], y * weights.reshape(-1)[kept].unsqueeze(1))
+
+
+def _one_by_one(self, of=lambda e: e, act=F.silu):
+    """Experts of their own, of which ``of`` tells whose rows each reads."""
+    return lambda buffer: torch.stack([act(buffer[of(e)] @ self.up[e]) @ self.down[e] for e in range(zoo.E)])
+
+
+def selected_rows(self, x, probabilities):
+    return _selected(self, x, probabilities)
+
+
+def selected_rows_of_listed_experts(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self))
+
+
+@pytest.mark.parametrize("spelling", [selected_rows, selected_rows_of_listed_experts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("num_tokens", "bias"), [(20, 0), (2, 0), (12, 50)])
+def test_selected_rows(spelling, num_tokens, bias):
+    layer = Layer(spelling)
+    with torch.no_grad():
+        layer.gate.bias[2] = bias
+    (found,) = check_against_eager(layer, torch.randn(num_tokens, zoo.D)).rewritten
+    assert found.K == 2
+
+
+def an_empty_place_is_read(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self, act=torch.sigmoid), written=1)
+
+
+def rows_of_the_opposite_expert(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self, of=lambda e: zoo.E - 1 - e))
+
+
+def places_among_the_next_experts_slots(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self), count=lambda ids: _count((ids + 1) % zoo.E))
+
+
+def read_in_falling_order(self, x, probabilities):
+    return _selected(self, x, probabilities, read=lambda y, ids, place: y[ids, place.flip(0)])
+
+
+def read_of_the_next_expert(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self), read=lambda y, ids, place: y[(ids + 1) % zoo.E, place])
+
+
+@pytest.mark.parametrize("spelling", [
+    an_empty_place_is_read, rows_of_the_opposite_expert, places_among_the_next_experts_slots, read_in_falling_order,
+    read_of_the_next_expert,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_selected_rows_that_stay(spelling):
     assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
