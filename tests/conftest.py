@@ -1,3 +1,4 @@
+import functools
 import logging
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import moeblaze_ops
 from moeblaze_ops import config
-from tests.tools.compiling import compile_quickly, keep_what_is_imported
+from tests.tools.compiling import call_with_room, compile_quickly, keep_what_is_imported
 
 TESTS = Path(__file__).parent
 
@@ -127,6 +128,7 @@ def mixtures_of_all(monkeypatch):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item.path))
+        item.runtest = functools.partial(call_with_room, item.runtest)
     alone = pytest.mark.skip(reason="needs torch.distributed with gloo")
     for item in items:
         if "ranks" in item.keywords and not (dist.is_available() and dist.is_gloo_available()):

@@ -15,7 +15,7 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from tests.tools.compiling import compile_quickly, keep_what_is_imported
+from tests.tools.compiling import call_with_room, compile_quickly, keep_what_is_imported
 
 _SILENT_S = 60
 """After so long a check shows where it is."""
@@ -89,7 +89,7 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
         torch.manual_seed(0)
         torch._dynamo.reset()
         try:
-            check()
+            call_with_room(check)
             outcomes[name] = "passed"
         except Exception:
             outcomes[name] = traceback.format_exc()
