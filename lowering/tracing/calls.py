@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from torch import fx
 from torch._dynamo.variables import (
     BaseListVariable,
     ConstantVariable,
@@ -40,7 +41,16 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
         found = branches.instead(hit_loops.handled_method, tx, x, name, args)
     if found is None and name in ("__getitem__", "__setitem__"):
         args = [as_key(args[0]), *args[1:]]
-    return original(x, tx, name, args, kwargs) if found is None else found
+    found = original(x, tx, name, args, kwargs) if found is None else found
+    if name == "register_hook" and not _is_in_order(tx.output.graph):
+        raise Declined("a hook on a tensor of which only the data tell the size, which torch 2.11 puts before what the size is of")
+    return found
+
+
+def _is_in_order(graph: fx.Graph) -> bool:
+    """True if each node stands behind those that it reads."""
+    seen: set[fx.Node] = set()
+    return all(seen.issuperset(node.all_input_nodes) and not seen.add(node) for node in graph.nodes)
 
 
 def function_of_python(branches: Any, original: Callable, called: Any, tx: Any, args: list, kwargs: dict) -> Any:
