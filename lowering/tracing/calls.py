@@ -43,7 +43,7 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
         args = [as_key(args[0]), *args[1:]]
     found = original(x, tx, name, args, kwargs) if found is None else found
     if name == "register_hook" and not _is_in_order(tx.output.graph):
-        raise Declined("a hook on a tensor of which only the data tell the size, which torch 2.11 puts before what the size is of")
+        raise Declined("a hook on a tensor of which only the data tell the size: torch 2.11 puts it before what tells that")
     return found
 
 
