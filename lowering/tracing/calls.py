@@ -49,8 +49,8 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
 
 def _is_in_order(graph: fx.Graph) -> bool:
     """True if each node stands behind those that it reads."""
-    seen: set[fx.Node] = set()
-    return all(seen.issuperset(node.all_input_nodes) and not seen.add(node) for node in graph.nodes)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return all(places[read] < place for node, place in places.items() for read in node.all_input_nodes)
 
 
 def function_of_python(branches: Any, original: Callable, called: Any, tx: Any, args: list, kwargs: dict) -> Any:
