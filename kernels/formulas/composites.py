@@ -90,10 +90,8 @@ def hardtanh(x: Node, low: Node | None = None, high: Node | None = None) -> Node
 
 
 def hardswish(x: Node) -> Node:
-    """Its gradient is that of zero and of x at the bounds of what lies between them."""
-    between = apply("mul", apply("mul", x, apply("add", x, number(3))), number(1 / 6))
-    inside = apply("where", apply("ge", x, number(3)), x, between)
-    return apply("where", apply("le", x, number(-3)), ZERO, inside)
+    """Its gradient is that of zero and of x at the bounds of what lies between them; of minus infinity it is NaN, as in torch."""
+    return apply("mul", apply("mul", x, relu6(apply("add", x, number(3)))), number(1 / 6))
 
 
 def logsigmoid(x: Node) -> Node:

@@ -2,7 +2,10 @@
 
 It is that of torch's autograd where a function has none: zero of ``relu`` and ``abs`` at 0, half for each side of a maximum of
 equals, and of a clamp at its bounds one up to torch 2.13, zero from 2.14 on. A branch that is not taken counts for nothing,
-whatever its derivative would be.
+whatever its derivative would be, and whatever gradient arrives: of ``relu`` and ``where`` autograd chooses zero, and of a product
+with zero an infinite gradient makes NaN. So a slope that chooses is a node of its own, until it is multiplied:
+
+    choice(mask, slope)         where(mask, 0, gradient * slope)
 """
 
 import math
@@ -10,36 +13,54 @@ from collections.abc import Callable
 
 import torch
 
-from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, number
+from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, interned, number
 
 CLAMPS_MOVE_AT_BOUNDS = torch.__version__ < "2.14"
 """Whether the gradient of torch's clamp is one at its bounds."""
 
+CHOICE = "choice"
+
+
+def choice(mask: Node, slope: Node) -> Node:
+    """Zero where ``mask`` holds, whatever it is multiplied by, else ``slope``."""
+    return interned(CHOICE, (mask, slope))
+
 
 def derivative(root: Node, by: Node) -> Node:
-    """``d root / d by``, which shares what it can with ``root``."""
+    """``d root / d by``, which shares what it can with ``root``; it may be, or hold, a choice."""
     slopes: dict[Node, Node] = {}
     for node in below(root):
         slopes[node] = ONE if node is by else _slope(node, slopes)
     return slopes[root]
 
 
+def chosen(*roots: Node) -> tuple[Node, ...]:
+    """Derivatives with a ``where`` for each choice."""
+    made: dict[Node, Node] = {}
+    for node in below(*roots):
+        args = tuple(made[arg] for arg in node.args)
+        if node.op == CHOICE:
+            made[node] = apply("where", args[0], ZERO, args[1])
+        else:
+            made[node] = node if args == node.args else apply(node.op, *args)
+    return tuple(made[root] for root in roots)
+
+
 def times(a: Node, b: Node) -> Node:
-    """``a * b`` of derivatives: a zero says that nothing depends on the symbol, and a branch of zeros stays one."""
+    """``a * b`` of which one at least is a derivative: a zero says that nothing depends on the symbol."""
     if a is ZERO or b is ZERO:
         return ZERO
-    for choice, other in ((a, b), (b, a)):
-        if choice.op == "where":
-            mask, kept, left = choice.args
-            if (kept is ZERO and left.is_number) or (left is ZERO and kept.is_number):
-                return apply("where", mask, times(kept, other), times(left, other))
+    for own, other in ((a, b), (b, a)):
+        if own.op == CHOICE:
+            mask, slope = own.args
+            return choice(mask, times(slope, other))
     return apply("mul", a, b)
 
 
 def _plus(a: Node, b: Node) -> Node:
-    """``a + b`` of derivatives: two branches on one condition, of which one is zero for both, become one."""
-    if a.op == b.op == "where" and a.args[0] is b.args[0] and (ZERO, ZERO) in zip(a.args[1:], b.args[1:], strict=True):
-        return apply("where", a.args[0], _plus(a.args[1], b.args[1]), _plus(a.args[2], b.args[2]))
+    """``a + b`` of derivatives: two choices on one condition become one."""
+    if a.op == b.op == CHOICE and a.args[0] is b.args[0]:
+        return choice(a.args[0], _plus(a.args[1], b.args[1]))
     return apply("add", a, b)
 
 
@@ -81,15 +102,15 @@ _RELATIVE: dict[str, Callable[[Node], Node]] = {
 """The derivative of functions over their value."""
 
 
-def _stands_still(x: Node, low: float, high: float) -> Node:
-    """Whether a clamp of ``x`` has no derivative there."""
-    greater, less = ("gt", "lt") if CLAMPS_MOVE_AT_BOUNDS else ("ge", "le")
+def _is_between(x: Node, low: float, high: float) -> Node:
+    """Whether a clamp of ``x`` has a derivative there: NaN has none."""
+    less, greater = ("le", "ge") if CLAMPS_MOVE_AT_BOUNDS else ("lt", "gt")
     if low == -high:
-        return apply(greater, apply("abs", x), number(high))
-    below_low, above_high = apply(less, x, number(low)), apply(greater, x, number(high))
+        return apply(less, apply("abs", x), number(high))
+    above_low, below_high = apply(greater, x, number(low)), apply(less, x, number(high))
     if math.isinf(low):
-        return above_high
-    return below_low if math.isinf(high) else apply("or", below_low, above_high)
+        return below_high
+    return above_low if math.isinf(high) else apply("and", above_low, below_high)
 
 
 def _sign(x: Node) -> Node:
@@ -115,28 +136,45 @@ _CHAINED: dict[str, Callable[..., Node]] = {
     "softplus": lambda y, x: apply("sigmoid", x),
     "sin": lambda y, x: apply("cos", x),
     "cos": lambda y, x: apply("neg", apply("sin", x)),
-    "relu": lambda y, x: apply("where", apply("le", x, ZERO), ZERO, ONE),
-    "clamp": lambda y, x, low, high: apply("where", _stands_still(x, low.number, high.number), ZERO, ONE),
+    "relu": lambda y, x: choice(apply("le", x, ZERO), ONE),
+    "clamp": lambda y, x, low, high: choice(apply("not", _is_between(x, low.number, high.number)), ONE),
     "pow": lambda y, x, exponent: _power(x, exponent),
 }
 """``f'(x)`` from ``y = f(x)`` and what f is applied to."""
 
 
 def _quotient(y: Node, a: Node, b: Node, da: Node, db: Node) -> Node:
-    return times(apply("sub", da, times(y, db)), apply("div", ONE, b)) if db is not ZERO else apply("div", da, b)
+    numerator = _minus(da, times(y, db))
+    if db is ZERO or a.is_number or numerator.op == CHOICE:
+        return times(numerator, apply("div", ONE, b))
+    return apply("div", numerator, b)
+
+
+def _minus(a: Node, b: Node) -> Node:
+    return _plus(a, times(b, number(-1)))
 
 
 def _larger(y: Node, a: Node, b: Node, da: Node, db: Node) -> Node:
-    half = times(apply("add", da, db), number(0.5))
-    return apply("where", apply("gt", a, b), da, apply("where", apply("lt", a, b), db, half))
+    """Of ``maximum(a, b)``; both of NaN, which is neither larger nor equal."""
+    half = apply("where", apply("eq", a, b), number(0.5), ONE)
+    if ZERO in (da, db):
+        return choice(apply("lt", a, b), times(da, half)) if db is ZERO else choice(apply("gt", a, b), times(db, half))
+    both = times(half, _plus(da, db))
+    return apply("where", apply("gt", a, b), da, apply("where", apply("lt", a, b), db, both))
+
+
+def _chosen_of(mask: Node, kept: Node, other: Node) -> Node:
+    if other is ZERO:
+        return choice(apply("not", mask), kept)
+    return choice(mask, other) if kept is ZERO else apply("where", mask, kept, other)
 
 
 _JOINED: dict[str, Callable[..., Node]] = {
     "add": lambda y, a, b, da, db: _plus(da, db),
-    "sub": lambda y, a, b, da, db: apply("sub", da, db),
+    "sub": lambda y, a, b, da, db: _minus(da, db),
     "div": _quotient,
     "maximum": _larger,
     "minimum": lambda y, a, b, da, db: _larger(y, b, a, da, db),
-    "where": lambda y, mask, kept, other, _, dkept, dother: apply("where", mask, dkept, dother),
+    "where": lambda y, mask, kept, other, _, dkept, dother: _chosen_of(mask, dkept, dother),
 }
 """The derivative from ``y = f(a, b)``, a, b and their derivatives."""

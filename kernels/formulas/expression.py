@@ -185,15 +185,6 @@ def _exponential_plus_one(a: Node) -> Node | None:
     return a.args[0].args[0] if a.op == "add" and a.args[1] is ONE and a.args[0].op == "exp" else None
 
 
-def _log(a: Node) -> Node | None:
-    exponential = _exponential_plus_one(a)
-    return None if exponential is None else apply("softplus", exponential)
-
-
-def _log1p(a: Node) -> Node | None:
-    return apply("softplus", a.args[0]) if a.op == "exp" else None
-
-
 _POWERS: dict[float, Callable[[Node], Node]] = {
     0.5: lambda x: apply("sqrt", x),
     -0.5: lambda x: apply("rsqrt", x),
@@ -229,7 +220,7 @@ def _not(a: Node) -> Node | None:
 
 
 _SIMPLIFIED: dict[str, Callable[..., Node | None]] = {
-    "add": _add, "sub": _sub, "neg": _neg, "mul": _mul, "div": _div, "log": _log, "log1p": _log1p, "pow": _pow,
+    "add": _add, "sub": _sub, "neg": _neg, "mul": _mul, "div": _div, "pow": _pow,
     "clamp": _clamp, "where": _where, "not": _not,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from moeblaze_ops.kernels.formulas.derivative import derivative, times
+from moeblaze_ops.kernels.formulas.derivative import CHOICE, choice, chosen, derivative, times
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
@@ -54,8 +54,8 @@ def gradient_program(activation: str, is_short: bool = False) -> str:
     for name in PARAMETER_SYMBOLS[:count]:
         slope = derivative(formula, symbol(name))
         # Products with da are summed, in one instruction where they are not behind a condition.
-        slopes.append(times(_DA, slope) if slope.op == "where" else _weighted(slope, computed))
-    return _program(count, is_short, formula, *slopes)
+        slopes.append(times(_DA, slope) if slope.op == CHOICE else _weighted(slope, computed))
+    return _program(count, is_short, formula, *chosen(*slopes))
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def _weighted(slope: Node, computed: set[Node]) -> Node:
     if slope.op == "mul" and slope not in computed:
         small, large = sorted(slope.args, key=lambda factor: (factor.is_number, sum(1 for _ in below(factor))))
         return times(times(_DA, small), large)
-    if slope.op == "where" and slope.args[1] is ZERO:
-        return apply("where", slope.args[0], ZERO, _weighted(slope.args[2], computed))
+    if slope.op == CHOICE:
+        return choice(slope.args[0], _weighted(slope.args[1], computed))
     return times(_DA, slope)
 
 

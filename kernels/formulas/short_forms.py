@@ -109,9 +109,9 @@ def _add(node: Node, made: "_Made") -> Node | None:
     """Of ``(q * 0.1 + 1.0) + q * 0.2``, as in the derivative of ``x * (x * x * 0.1 + 1.0)``; of ``where(x < 0, 0, y) - 1``."""
     for a, b in (node.args, node.args[::-1]):
         line, multiple = made[a], made[b]
-        if line.op == "where" and multiple.is_number and line.args[1].is_number:
-            mask, kept, other = line.args
-            return apply("where", mask, number(kept.number + multiple.number), apply("add", other, multiple))
+        if line.op == "where" and multiple.is_number and any(side.is_number for side in line.args[1:]):
+            mask, *sides = line.args
+            return apply("where", mask, *(apply("add", side, multiple) for side in sides))
         if _is_line(line) and multiple.op == "mul" and multiple.args[1].is_number and multiple.args[0] is line.args[0].args[0]:
             slope = number(line.args[0].args[1].number + multiple.args[1].number)
             return apply("add", apply("mul", multiple.args[0], slope), line.args[1])

@@ -20,7 +20,16 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, TooLarge, factors_of, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import (
+    DROPOUT,
+    Expr,
+    Indices,
+    TooLarge,
+    factors_of,
+    is_hidden,
+    split_number,
+    subexpressions,
+)
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -250,7 +259,7 @@ class Evaluator(IndexingRules):
                 return self.algebra.leaf(value, indices)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
-        if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
+        if depth < MAX_PROJECTIONS and is_hidden(e):
             return e
         if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_scale, e.args)):
             # A routing weight on an expert's input: the kernels multiply by it behind the projection.

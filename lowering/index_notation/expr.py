@@ -105,6 +105,11 @@ def complement_of(e: Expr) -> tuple[Expr, ...]:
     return factors if one.kind == "const" and (one.args[0], number) == (1, -1) else ()
 
 
+def is_hidden(e: Expr) -> bool:
+    """True if ``e`` is a number of each feature that is made of a projection: of a pre-activation, or of an expert's output."""
+    return e.has_dot and any(var.args[2] == "d" for var in e.free)
+
+
 def leaves_of(e: Expr) -> set[Any]:
     """The tensors that an expression reads."""
     return {leaf.args[0] for leaf in subexpressions(e, lambda s: s.kind == "leaf")}

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
-from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of, is_hidden
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -15,23 +15,24 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
     """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
-    minus = algebra.const(-1)
     a, b = args[0], args[1] if len(args) > 1 else algebra.zero
     match name:
         case "add" | "sub" | "rsub" | "neg":
             scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
             if integers:
                 return algebra.linear(0, [(scale_a, a), (scale_b, b)])
-            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
-        case "mul":
+            signed = ((scale_a, a), (scale_b, b))
+            return algebra.add(*(e if s == 1 else algebra.mul(algebra.const(-1), e) for s, e in signed if s))
+        case "mul" | "and":
             if integers and "const" in (a.kind, b.kind):
                 number, e = (a, b) if a.kind == "const" else (b, a)
                 return algebra.linear(0, [(number.args[0], e)])
             return algebra.mul(a, b)
-        case "and":
-            return algebra.mul(a, b)
         case "div" if b.kind == "const" and b.args[0] != 0:
             return algebra.mul(a, algebra.const(1 / b.args[0]))
+        case "div" if is_hidden(b):  # what else scales a row is a factor of the quotient
+            scale = [f for f in factors_of(a) if f.kind != "const" and not is_hidden(f)]
+            return algebra.mul(*scale, algebra.call(name, (algebra.mul(*(f for f in factors_of(a) if f not in scale)), b)))
         case "div":
             return algebra.mul(a, algebra.call("reciprocal", (b,)))
         case "floordiv" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
@@ -71,7 +72,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return _not(algebra, a)
         case _ if name == DETACH:
             return algebra.detached(a)
-        case "where":
+        case "where" if not is_hidden(a):  # else it is no product: of NaN h * (h > 0) is NaN, and where(h > 0, h, 0) is zero
             return _where(algebra, *args)
     return algebra.call(name, tuple(args), *params)
 
@@ -101,8 +102,7 @@ def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
     if Counter(below) <= added:
         kept = algebra.add(*(added - Counter(below)).elements())
     elif not all(any(differ(f, m) for f in factors_of(term) for m in factors_of(mask)) for term in below):
-        masked = kept is algebra.zero
-        return algebra.mul(_not(algebra, mask), other) if masked else algebra.call("where", (mask, kept, other))
+        return algebra.mul(_not(algebra, mask), other) if kept is algebra.zero else algebra.call("where", (mask, kept, other))
     return algebra.add(other, algebra.mul(mask, kept))
 
 

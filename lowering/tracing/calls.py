@@ -43,14 +43,14 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
         args = [as_key(args[0]), *args[1:]]
     found = original(x, tx, name, args, kwargs) if found is None else found
     if name == "register_hook" and not _is_in_order(tx.output.graph):
-        raise Declined("a hook on a tensor of which only the data tell the size, which torch 2.11 puts before what the size is of")
+        raise Declined("a hook on a tensor of which only the data tell the size: torch 2.11 puts it before what tells that")
     return found
 
 
 def _is_in_order(graph: fx.Graph) -> bool:
     """True if each node stands behind those that it reads."""
-    seen: set[fx.Node] = set()
-    return all(seen.issuperset(node.all_input_nodes) and not seen.add(node) for node in graph.nodes)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return all(places[read] < place for node, place in places.items() for read in node.all_input_nodes)
 
 
 def function_of_python(branches: Any, original: Callable, called: Any, tx: Any, args: list, kwargs: dict) -> Any:

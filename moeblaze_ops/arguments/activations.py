@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ops.arguments.draws import draw
-from moeblaze_ops.kernels.formulas.derivative import derivative
+from moeblaze_ops.kernels.formulas.derivative import chosen, derivative, times
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
@@ -28,6 +28,7 @@ from moeblaze_ops.kernels.formulas.expression import (
 from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, is_gated, num_parameters
 
 _aten = torch.ops.aten
+_DA = symbol("da")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 _ATEN: dict[str, Activation] = {
     **{name: _ungated(*functions) for name, functions in _FUNCTIONS.items()},
     **{name: _gated(*_FUNCTIONS[of_gate]) for name, of_gate in GATES.items()},
-    "relu2": _ungated(lambda h: F.relu(h).square(), lambda grad, h: 2 * grad * F.relu(h)),
+    "relu2": _ungated(lambda h: F.relu(h).square(), lambda grad, h: _aten.threshold_backward(2 * grad * h, h, 0)),
 }
 """Those for which ATen has functions of one pass, forward and backward."""
 
@@ -81,14 +82,15 @@ def activation_of(activation: str) -> Activation:
     formula, gated = formula_of(activation), is_gated(activation)
     halves, parameters = GATED_SYMBOLS if gated else UNGATED_SYMBOLS, PARAMETER_SYMBOLS[: num_parameters(activation)]
     symbols = [symbol(name) for name in (*halves, *parameters)]
-    slopes = [derivative(formula, by) for by in symbols]
+    slopes = chosen(*(times(_DA, derivative(formula, by)) for by in symbols))
     symbols += map(symbol, PLACE_SYMBOLS)  # given with parameters, for what draws
 
     def value(*given: Tensor) -> Tensor:
         return _evaluated([formula], dict(zip(symbols, given, strict=False)))[0]
 
-    def gradients(slopes: list[Node], da: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, given, strict=False))))
+    def gradients(slopes: tuple[Node, ...], *given: Tensor) -> tuple[Tensor, ...]:
+        found = _evaluated(slopes, dict(zip((_DA, *symbols), given, strict=False)))
+        return tuple(x if isinstance(x, Tensor) else torch.full_like(given[0], x) for x in found)
 
     return Activation(
         gated, value, partial(gradients, slopes[: len(halves)]), partial(gradients, slopes[len(halves) :])
@@ -99,7 +101,7 @@ ACTIVATIONS: dict[str, Activation] = {name: activation_of(name) for name in NAME
 """Every activation that has a name. ``identity`` (no activation) is accepted by the ops but not listed here."""
 
 
-def _evaluated(roots: list[Node], values: dict[Node, Any]) -> list[Any]:
+def _evaluated(roots: Sequence[Node], values: dict[Node, Any]) -> list[Any]:
     """The tensors that formulas are; numbers where they are constants."""
     (like, *_) = values.values()
     for node in below(*roots):

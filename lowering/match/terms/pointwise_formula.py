@@ -1,7 +1,7 @@
 """From an expression in index notation to the formula that kernels compute.
 
-Sums and products of index notation know numbers only: a mask is 1 or 0 there. Here a product with a mask is a choice again,
-so that what is left out counts for nothing, whatever it is.
+Sums and products of index notation know numbers only: a mask is 1 or 0 there. So it is in a formula, beside a number; where masks
+are alone it is a condition again.
 """
 
 import math
@@ -52,13 +52,9 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
                     return apply("not", _chain("and", masks))
                 return _chain("add", map(read_number, sorted(e.args, key=lambda part: part.kind == "const")))
             case "mul":
-                parts = [*map(read, e.args)]
-                masks = [part for part in parts if part.is_logical]
-                others = sorted((part for part in parts if not part.is_logical), key=_place)
-                if not others:
-                    return _chain("and", masks)
-                product = _chain("mul", [ONE, *others])
-                return apply("where", _chain("and", masks), product, ZERO) if masks else product
+                if all(part.is_logical for part in map(read, e.args)):
+                    return _chain("and", map(read, e.args))
+                return _chain("mul", sorted(map(read_number, e.args), key=_place))
             case "call":
                 return called(*e.args)
         raise NoFormulaError(e)

@@ -30,7 +30,7 @@ class OfTorch:
 
     def call(self, name, a, *args):
         functions = {"sub": torch.sub, "rsub": torch.rsub, "div": torch.div, "mul": torch.mul, "add": torch.add, "neg": torch.neg}
-        functions |= {"silu": F.silu, "relu": F.relu, "eq": torch.eq, "ne": torch.ne, "where": torch.where}
+        functions |= {"silu": F.silu, "relu": F.relu, "eq": torch.eq, "ne": torch.ne, "gt": torch.gt, "where": torch.where}
         args = [torch.tensor(arg) if isinstance(arg, float) and name == "where" else arg for arg in args]
         result = functions[name](a, *args)
         if result.is_floating_point():
@@ -43,15 +43,26 @@ class OfFormulas:
 
     def call(self, name, *args):
         a, *others = [number(arg) if isinstance(arg, float) else arg for arg in args]
+        if name == "mul":
+            others = [apply("where", x, number(1), number(0)) if x.is_logical else x for x in others]
         if name == "rsub":
             return apply("sub", *others, a)
         return apply("mul", a, apply("sigmoid", a)) if name == "silu" else apply(name, a, *others)
 
 
+class Weight:
+    """Of which each element is a number of its own."""
+
+    is_permutation, dtype = False, torch.float32
+
+
 class OfTheNormalForm:
+    """``h`` is a pre-activation: a sum over the features of a token."""
+
     def __init__(self):
         self.algebra = Algebra()
-        self.h = self.algebra.var(-2, 0, "r")
+        feature, width = self.algebra.var(1, 4, "d"), self.algebra.var(0, 4, "d")
+        self.h = self.algebra.sum(feature, self.algebra.leaf(Weight(), (width, feature)))
 
     def call(self, name, *args):
         args = [self.algebra.const(arg) if isinstance(arg, float) else arg for arg in args]
@@ -61,7 +72,7 @@ class OfTheNormalForm:
 def program(seed):
     """A chain of functions, of which the next one takes what the last one gave."""
     rng = random.Random(seed)
-    names = ["add", "sub", "rsub", "mul", "mul", "div", "neg", "clean", "fill", "relu", "silu"]
+    names = ["add", "sub", "rsub", "mul", "mul", "div", "neg", "clean", "fill", "relu", "silu", "mask", "choose", "share"]
     steps = [(rng.choice(names), rng.choice(NUMBERS)) for _ in range(rng.randint(2, 5))]
 
     def run(of):
@@ -71,6 +82,12 @@ def program(seed):
                 h = of.call("where", of.call("eq", h, h), h, 0.0)
             elif name == "fill":
                 h = of.call("where", of.call("ne", h, h), 2.0, h)
+            elif name == "mask":
+                h = of.call("mul", h, of.call("gt", h, value))
+            elif name == "choose":
+                h = of.call("where", of.call("gt", h, value), h, 0.0)
+            elif name == "share":
+                h = of.call("div", h, of.call("add", of.call("mul", h, h), value))
             else:
                 h = of.call(name, h, *([] if name in ("neg", "relu", "silu") else [value]))
         return h

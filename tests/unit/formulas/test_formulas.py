@@ -47,8 +47,6 @@ def test_text_of_a_formula_is_read_as_itself(text):
     [
         ("silu(g) * u", "g * sigmoid(g) * u"),
         ("g / (1 + exp(-g)) * u", "silu(g) * u"),
-        ("log(1 + exp(h))", "softplus(h)"),
-        ("log1p(exp(h))", "softplus(h)"),
         ("0.5 * h * (1 + tanh(h))", "h * sigmoid(2 * h)"),
         ("h / 4", "h * 0.25"),
         ("-(-h)", "h"),
@@ -73,6 +71,9 @@ def test_equal_spellings_are_one_formula(one, other):
         ("g * u", "g + u"),
         ("where(h > 0, h, 0)", "where(h >= 0, h, 0)"),
         ("h * 0", "h * 1"),
+        ("log(1 + exp(h))", "softplus(h)"),  # it overflows
+        ("log1p(exp(h))", "softplus(h)"),
+        ("h * where(h > 0, 1, 0)", "where(h > 0, h, 0)"),  # of NaN
         ("where((h > 0) & (h < 1), h, 0)", "where((h > 0) | (h < 1), h, 0)"),
     ],
 )
