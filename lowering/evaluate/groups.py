@@ -178,9 +178,7 @@ class GroupRules:
             return False
         if key.kind == "nonzero" and key.args[2] is slot and self.counts_true(number, counts, *key.args[:2]):
             return True
-        if (counted := keys_counted(self.algebra, number, counts)) is None:
-            return False
-        own, axes = counted
+        own, axes = keys_counted(self.algebra, number, counts) or (None, [])
         position, size = [], 1
         for var in reversed(axes):
             position.append((size, var))

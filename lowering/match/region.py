@@ -42,13 +42,8 @@ def prove_region(
     _prove_gradients(view, root, ends, frozenset(carriers), read)
     computed = _computed(view, nodes)
     reader = partial(_reader, view, root, nodes, frozenset(carriers))
-    for node in _in_order(view, computed.difference(carriers)):
-        prove((user := reader(node)) is None, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user}'", user)
     kept = _kept(view, nodes, reader)
-    for node in _in_order(view, kept & computed):
-        is_partial_sum = any(reader(alias, view.position[node]) is not None for alias in carriers)
-        reason = Reason.EXTRA_USER if is_partial_sum else Reason.BUFFER_ALIASED
-        raise Declined(reason, f"what '{node.name}' writes is read elsewhere", node)
+    _prove_alone(view, computed.difference(carriers), kept & computed, reader)
     for node in _in_order(view, nodes):
         prove(not _acts(view, node), Reason.EFFECT, node.name, node)
     prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
@@ -130,6 +125,13 @@ def _kept(view: GraphView, nodes: set[fx.Node], reader: Callable[..., fx.Node | 
     kept = {node for node, alias in written if alias in view.inputs or reader(alias, view.position[node]) is not None}
     read = {node for node in nodes if reader(node) is not None} if written else set()
     return nodes.intersection(view.writes).intersection(dependencies(view, *kept, *read)) if written else set()
+
+
+def _prove_alone(view: GraphView, computed: set[fx.Node], kept: set[fx.Node], reader: Callable[..., fx.Node | None]) -> None:
+    """Refuses what would be computed twice, for somebody else reads it: rewritten all the same, it would be right."""
+    for node in _in_order(view, computed):
+        prove((user := reader(node)) is None, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user}'", user)
+    prove(not kept, Reason.BUFFER_ALIASED, "what the layer writes to is read elsewhere", min(kept, default=None))
 
 
 def _writes_to(view: GraphView, operands: Set[fx.Node], root: fx.Node) -> list[fx.Node]:

@@ -143,6 +143,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
             matched = [result for result in results if isinstance(result, MoEMatch)]
+            inside = {node for match in matched for node in match.region.nodes if node is not match.root}
+            assert inside.isdisjoint(match.root for match in matched), "a layer ends inside of another"
             routers = {match.root: match_router(views[match.root], match) for match in matched}
         proven = proven_assertions(view) if matched else set()
         with settling(sizes):

@@ -370,7 +370,7 @@ def random_numbers_times_zero(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("EXTRA_USER")
+@_lookalike("BUFFER_ALIASED")
 def partial_sum_read(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from moeblaze_ops.lowering.index_notation.expr import factors_of
+from moeblaze_ops.lowering.match import region
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.terms import sums
 from moeblaze_ops.lowering.match.terms.activation import Formulas
+from tests.corpus import lookalikes
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager
 
@@ -149,3 +151,10 @@ def _check_all() -> None:
     for number, layer in enumerate(LAYERS):
         torch.manual_seed(0)
         check_against_eager(zoo.ModuleListMoE(layer, EXPERTS[number % len(EXPERTS)]), torch.randn(8, zoo.D))
+
+
+@pytest.mark.parametrize("name", ["alias_read_afterwards", "partial_sum_read", "expert_output_read", "hidden_read"])
+def test_layers_that_are_read_inside_are_right(name, monkeypatch):
+    """They are left alone since they would be computed twice. Rewritten, what is read stays, and the writes to it."""
+    monkeypatch.setattr(region, "_prove_alone", lambda *others: None)
+    assert check_against_eager(lookalikes.build(name), torch.randn(10, zoo.D)).rewritten
