@@ -152,7 +152,6 @@ def sorted_rows(self, x, weights, ids):
     return torch.zeros_like(x).index_add_(0, order // ids.shape[1], y * weights.flatten()[order, None])
 
 
-IN_ONE_GRAPH = (dense, dense_in_place, dense_stack, dense_slots, loop, loop_on_residual, loop_unweighted)
 ON_TRUST = (guarded, guarded_mask, hits, unique_hits, sorted_rows)
 """Spellings with branches on data, or numbers on the host."""
 

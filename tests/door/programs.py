@@ -27,7 +27,7 @@ from moeblaze_ops.compile import records
 from moeblaze_ops.explanation import Candidate
 from tests.corpus.loops import guarded
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.compiling import compile_quickly
+from tests.tools.compiling import call_with_room, compile_quickly
 
 LAYERS, STEPS = 2, 12
 ops = torch.ops.moeblaze
@@ -333,7 +333,7 @@ def main(name: str, *arguments: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         moeblaze_ops.enable()
-        found = globals()[name](*arguments)
+        found = call_with_room(functools.partial(globals()[name], *arguments))
         dist.destroy_process_group()
     print("RESULT", json.dumps(found))
 

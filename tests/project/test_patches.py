@@ -10,10 +10,12 @@ from moeblaze_ops.lowering.patches import LOST, PATCHES
 
 # Each line is done by a fork of one process that has imported torch, but not the switch.
 PROGRAM = """
-import contextlib, inspect, json, logging, os, sys
+import contextlib, functools, inspect, json, logging, os, sys
 import torch, torch._dynamo, torch._inductor.compile_fx
 from moeblaze_ops.lowering import patches
+from tests.tools.compiling import call_with_room, compile_quickly
 
+compile_quickly()
 said = []
 
 class Said(logging.Handler):
@@ -79,7 +81,7 @@ def try_without(name, how, *spellings, with_inductor=False):
 for line in sys.stdin:
     if not os.fork():
         arguments, keywords = json.loads(line)
-        try_without(*arguments, **keywords)
+        call_with_room(functools.partial(try_without, *arguments, **keywords))
         os._exit(0)
     assert os.wait()[1] == 0
 """

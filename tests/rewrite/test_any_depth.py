@@ -3,6 +3,7 @@
 So these files are not among the trusted lines, and `test_layering.py` names them.
 """
 
+import functools
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ from moeblaze_ops.lowering.forms import factors
 from moeblaze_ops.lowering.graph import computed_weights, model_state
 from tests.corpus import twins
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import check_against_eager
+from tests.tools.rewrite_harness import Captured
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -64,6 +65,12 @@ LAYERS = {
 }  # fmt: skip
 
 
+@functools.cache
+def captured() -> list[Captured]:
+    torch.manual_seed(0)
+    return [Captured(layer(), torch.randn(8, zoo.D)) for layer in LAYERS.values()]
+
+
 def say(monkeypatch, function, answer):
     """Let a function give one answer, wherever it is imported."""
     if "." in function.__qualname__:
@@ -77,6 +84,5 @@ def say(monkeypatch, function, answer):
 @pytest.mark.parametrize(("function", "answer"), [(f, answer) for f, answers in ANSWERS.items() for answer in answers])
 def test_no_answer_is_wrong(function, answer, monkeypatch):
     say(monkeypatch, function, answer)
-    for layer in LAYERS.values():
-        torch.manual_seed(0)
-        check_against_eager(layer(), torch.randn(8, zoo.D))
+    for layer in captured():
+        layer.check_against_eager()

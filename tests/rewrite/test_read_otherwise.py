@@ -3,6 +3,7 @@
 The statement of a match is compared with what its graph computes. So a wrong reading loses a layer, and no rewrite is wrong.
 """
 
+import functools
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ from moeblaze_ops.lowering.match.terms import sums
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from tests.corpus import lookalikes
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import check_against_eager
+from tests.tools.rewrite_harness import Captured, check_against_eager
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -147,10 +148,16 @@ def test_activations(method, rename, reorder, monkeypatch):
     _check_all()
 
 
+@functools.cache
+def _captured() -> list[Captured]:
+    torch.manual_seed(0)
+    layers = [zoo.ModuleListMoE(layer, EXPERTS[number % len(EXPERTS)]) for number, layer in enumerate(LAYERS)]
+    return [Captured(layer, torch.randn(8, zoo.D)) for layer in layers]
+
+
 def _check_all() -> None:
-    for number, layer in enumerate(LAYERS):
-        torch.manual_seed(0)
-        check_against_eager(zoo.ModuleListMoE(layer, EXPERTS[number % len(EXPERTS)]), torch.randn(8, zoo.D))
+    for layer in _captured():
+        layer.check_against_eager()
 
 
 @pytest.mark.parametrize("name", ["alias_read_afterwards", "partial_sum_read", "expert_output_read", "hidden_read"])

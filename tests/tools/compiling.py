@@ -40,10 +40,10 @@ def keep_what_is_imported() -> None:
 def call_with_room(function: Callable) -> object:
     """Calls ``function`` where all frames of its calls fit behind this one's.
 
-    Python 3.11 keeps frames in pieces of 16 KB. A piece is mapped when a call is the first in it, and unmapped when that returns:
-    a loop that happens to call across the end of one asks the kernel for memory in each pass, and the compiler's stacks span
-    several pieces. That took a fifth of all time, and of a few tests nearly all. A piece is as long as its first frame asks for,
-    at least: this one asks for a megabyte, of which what nobody touches is no memory.
+    From 3.11 on, Python keeps frames in pieces of 16 KB. A piece is mapped when a call is the first in it, and unmapped when that
+    returns: a loop that happens to call across the end of one asks the kernel for memory in each pass, and a call takes 250 times
+    as long. The compiler's stacks span several pieces: that took a fifth of all time, and of a few tests nearly all. A piece has
+    room for its first frame, at least: this one asks for a megabyte, of which what nobody touches is no memory.
     """
     return function()
 

@@ -25,6 +25,7 @@ import os, runpy, sys, traceback
 import linecache
 import torch._inductor.compile_fx
 import torch.distributed.run as torchrun
+from tests.tools.compiling import call_with_room
 
 def launch(arguments):
     # torchrun itself, but for ranks that are forks of this process.
@@ -36,9 +37,11 @@ def launch(arguments):
     torchrun.main(arguments)
 
 def run_rank(*command):
+    # Each rank would have g++ build the loops that Inductor writes.
+    torch._inductor.config.fallback_by_default = True
     script = command[-1]
     sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
+    call_with_room(lambda: runpy.run_path(script, run_name="__main__"))
     sys.stdout.flush()
 
 def run_page(files):
@@ -51,7 +54,8 @@ def run_page(files):
             # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
             file = f"<{file.removesuffix('.py')}>"
             linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-        exec(compile(source, file, "exec"), names)
+        code = compile(source, file, "exec")
+        call_with_room(lambda: exec(code, names))
         sys.stdout.flush()
 
 for line in sys.stdin:

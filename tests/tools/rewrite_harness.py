@@ -161,14 +161,48 @@ def check_against_eager(
     run, backend = compiled(module, dynamic=dynamic, aot=aot and "once", before=before)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         actual = _train(module, run, args)
-    expected = _train(module, module, args)
+    _assert_alike(actual, _train(module, module, args), tolerance, same_strides)
+    return backend
+
+
+class Captured:
+    """A layer of one input that Dynamo traces once, to be rewritten as often as what the rewriter is told changes."""
+
+    def __init__(self, module: torch.nn.Module, x: Tensor) -> None:
+        self._module, self._x = module, x
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            self._expected = _train(module, torch.compile(module, backend=self._keep, fullgraph=True), (x,))
+        _assert_alike(self._expected, _train(module, module, (x,)))
+
+    def check_against_eager(self) -> RewriteReport:
+        """Outputs and the gradients of the input and each parameter agree with eager. Returns what was rewritten."""
+        graph = copy.deepcopy(self._graph)
+        report = rewrite_graph(graph)
+        held = set(self._module.parameters())
+        actual = _train(self._module, lambda x: graph(*(i if i in held else x for i in self._inputs)), (self._x,))
+        _assert_alike(actual, self._expected)
+        return report
+
+    def _keep(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        self._graph = gm
+
+        def run(*inputs: Tensor) -> tuple:
+            self._inputs = inputs
+            return gm(*inputs)
+
+        return run
+
+
+def _assert_alike(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None = None, same_strides: bool = False
+) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         close = {} if tolerance is None else {"atol": tolerance * tensor.abs().max().item(), "rtol": tolerance}
         torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **close)
         if same_strides and name.startswith("output"):
             assert _strides(actual[name]) == _strides(tensor), name
-    return backend
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
@@ -201,5 +235,6 @@ def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> 
 
 
 __all__ = [
-    "Rewriting", "assert_replaced", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in",
+    "Captured", "Rewriting", "assert_replaced", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend",
+    "rewritten_in",
 ]  # fmt: skip

@@ -5,6 +5,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 
 import torch
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def among_ids(self, x, weights, ids):
     out = torch.zeros_like(x)
@@ -37,26 +39,6 @@ def sum_of_floats(self, x, weights, ids):
     return out
 
 
-def count_as_number(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = ids == e
-        if int(mask.long().sum()) <= 0:
-            continue
-        token, slot = torch.where(mask)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def number_before_count(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if 0 < (ids == e).sum().item():  # noqa: SIM300
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
 def count_nonzero(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -67,80 +49,24 @@ def count_nonzero(self, x, weights, ids):
     return out
 
 
-def all_differ(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if (ids != e).all():
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
+_ASKS, _COUNTS = "e in ids:", "torch.count_nonzero(ids == e) == 0"
 
-
-def of_ids_in_a_row(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in range(len(self.experts)):
-        if (ids.view(-1) == e).sum() == 0:
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-ASKED = (
-    among_ids, not_among_ids_in_a_row, sum_of_floats, count_as_number, number_before_count, count_nonzero, all_differ,
-    of_ids_in_a_row,
+_ASKED = all_changed(
+    {
+        "count_as_number": (sum_of_floats, ("mask.float().sum() == 0", "int(mask.long().sum()) <= 0")),
+        "number_before_count": (among_ids, (_ASKS, "0 < (ids == e).sum().item():")),
+        "all_differ": (count_nonzero, (_COUNTS, "(ids != e).all()")),
+        "of_ids_in_a_row": (
+            count_nonzero, (_COUNTS, "(ids.view(-1) == e).sum() == 0"), ("expert(", "self.experts[e]("),
+            ("e, expert in enumerate(self.experts)", "e in range(len(self.experts))"),
+        ),
+    }
 )  # fmt: skip
+
+ASKED = (among_ids, not_among_ids_in_a_row, sum_of_floats, count_nonzero, *_ASKED.values())
 
 
 # Near misses.
-
-
-def among_first_choices(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if e in ids[:, 0]:
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def next_among_ids(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if e + 1 in ids:
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def those_without_tokens(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if 1 > (ids == e).sum().item():  # noqa: SIM300
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out + x
-
-
-def any_differs(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if (ids != e).any():
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out + x
-
-
-def all_equal(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        if (ids == e).all():
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
 
 
 def number_that_becomes_a_tensor(self, x, weights, ids):
@@ -166,7 +92,14 @@ def mean_of_floats(self, x, weights, ids):
     return out + x
 
 
-NEAR_MISSES = (
-    among_first_choices, next_among_ids, those_without_tokens, any_differs, all_equal, number_that_becomes_a_tensor,
-    mean_of_floats,
-)  # fmt: skip
+_OTHERS = all_changed(
+    {
+        "among_first_choices": (among_ids, (_ASKS, "e in ids[:, 0]:")),
+        "next_among_ids": (among_ids, (_ASKS, "e + 1 in ids:")),
+        "those_without_tokens": (among_ids, (_ASKS, "1 > (ids == e).sum().item():"), ("return out", "return out + x")),
+        "any_differs": (count_nonzero, (_COUNTS, "(ids != e).any()"), ("return out", "return out + x")),
+        "all_equal": (count_nonzero, (_COUNTS, "(ids == e).all()")),
+    }
+)
+
+NEAR_MISSES = (*_OTHERS.values(), number_that_becomes_a_tensor, mean_of_floats)

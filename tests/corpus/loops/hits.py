@@ -6,6 +6,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def one_hot_in_floating_point(self, x, weights, ids):
     out = torch.zeros_like(x)
@@ -232,18 +234,6 @@ def scaled_mask(self, x, weights, ids):
     return out + x
 
 
-def zeros_of_the_mask(self, x, weights, ids):
-    """Rows of the tokens that did not choose an expert: they are none where all did."""
-    out = torch.zeros_like(x)
-    mask = F.one_hot(ids, num_classes=len(self.experts)).float().permute(2, 1, 0)
-    for e in range(len(self.experts)):
-        if mask[e].sum() == 0:
-            continue
-        slot, token = torch.where(mask[e] < 1)
-        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
 def signed_sums(self, x, weights, ids):
     """Tokens of one expert may cancel: it is not hit then, and has them all the same."""
     out = torch.zeros_like(x)
@@ -289,40 +279,6 @@ def counts_of_first_choices(self, x, weights, ids):
     for e in torch.bincount(ids[:, 0], minlength=len(self.experts)).nonzero().flatten().tolist():
         token, slot = torch.where(ids == e)
         out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
-    return out
-
-
-def among_first_choices(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    used = set(ids[:, 0].unique().tolist())
-    for e, expert in enumerate(self.experts):
-        if e not in used:
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def next_is_in_use(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    used = set(ids.unique().tolist())
-    for e, expert in enumerate(self.experts):
-        if e + 1 in used:
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
-
-
-def used_changes(self, x, weights, ids):
-    """An expert is left out though it has tokens."""
-    out = torch.zeros_like(x)
-    used = set(ids.unique().tolist())
-    used.discard(2)
-    for e, expert in enumerate(self.experts):
-        if e not in used:
-            continue
-        token, slot = torch.where(ids == e)
-        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
     return out
 
 
@@ -414,10 +370,20 @@ def hits_apart_from_tokens(self, x, weights, ids):
     return out
 
 
+_CHANGED = all_changed(
+    {
+        # Rows of the tokens that did not choose an expert: they are none where all did.
+        "zeros_of_the_mask": (sums_of_floats_are_zero, ("mask[e] >= 0.5", "mask[e] < 1")),
+        "among_first_choices": (not_among_those_in_use, ("ids.unique()", "ids[:, 0].unique()")),
+        "next_is_in_use": (among_those_in_use, ("ids.unique()", "set(ids.unique().tolist())"), ("if e in", "if e + 1 in")),
+        # An expert is left out though it has tokens.
+        "used_changes": (not_among_those_in_use, (".tolist())", ".tolist())\n    used.discard(2)")),
+    }
+)
+
 NEAR_MISSES = (
-    scaled_mask, zeros_of_the_mask, signed_sums, sums_of_other_axes, first_slots_only, more_than_one_token,
-    counts_of_first_choices, among_first_choices, next_is_in_use, used_changes, used_changes_by_a_function,
-    compared_with_all, means_are_joined, joined_parts_are_counted,
+    *_CHANGED.values(), scaled_mask, signed_sums, sums_of_other_axes, first_slots_only, more_than_one_token,
+    counts_of_first_choices, used_changes_by_a_function, compared_with_all, means_are_joined, joined_parts_are_counted,
     ones_are_joined, joined_in_a_function,
 )  # fmt: skip
 TRACED = (hits_apart_from_tokens,)

@@ -5,6 +5,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 
 import torch
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def _combined(self, outs, weights, ids):
     scores = torch.zeros(ids.shape[0], len(self.experts), dtype=weights.dtype).scatter(1, ids, weights)
@@ -98,20 +100,6 @@ def zeros_of_fewer_rows(self, x, weights, ids):
     return out
 
 
-def zeros_with_more_rows_stored(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask = (ids == e).any(dim=-1)
-        if mask.any():
-            y = torch.zeros_like(x)
-            y[mask] = expert(x[mask])
-            y[:2] += 1
-        else:
-            y = torch.zeros_like(x)
-        out = out + y
-    return out
-
-
 def zeros_that_are_changed(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -120,19 +108,6 @@ def zeros_that_are_changed(self, x, weights, ids):
             y = torch.zeros_like(x)
             y[mask] = expert(x[mask])
             y += 1
-        else:
-            y = torch.zeros_like(x)
-        out = out + y
-    return out
-
-
-def zeros_at_rows_of_others(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        mask, others = (ids == e).any(dim=-1), (ids != e).any(dim=-1)
-        if mask.any():
-            y = torch.zeros_like(x)
-            y[others] = expert(x[others])
         else:
             y = torch.zeros_like(x)
         out = out + y
@@ -166,7 +141,17 @@ def zeros_that_are_counted(self, x, weights, ids):
     return out + unused
 
 
+_CHANGED = all_changed(
+    {
+        "zeros_with_more_rows_stored": (zeros_that_are_changed, ("y += 1", "y[:2] += 1")),
+        "zeros_at_rows_of_others": (
+            zeros_that_are_changed, ("mask = (", "mask, others = ("), (".any(dim=-1)", ".any(dim=-1), (ids != e).any(dim=-1)"),
+            ("y[mask] = expert(x[mask])\n            y += 1", "y[others] = expert(x[others])"),
+        ),
+    }
+)  # fmt: skip
+
 NEAR_MISSES = (
-    ones_in_the_other_branch, zeros_of_fewer_rows, zeros_with_more_rows_stored, zeros_that_are_changed, zeros_at_rows_of_others,
-    zeros_in_another_list, zeros_that_are_counted,
+    ones_in_the_other_branch, zeros_of_fewer_rows, zeros_that_are_changed, *_CHANGED.values(), zeros_in_another_list,
+    zeros_that_are_counted,
 )  # fmt: skip

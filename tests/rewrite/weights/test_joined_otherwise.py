@@ -3,13 +3,15 @@
 So `forms/low_rank.py` is not among the trusted lines, and `test_layering.py` names it.
 """
 
+import functools
+
 import pytest
 import torch
 
 from moeblaze_ops.lowering.forms import low_rank, pointwise
 from tests.rewrite.weights import test_low_rank
 from tests.rewrite.weights.test_low_rank import D, Dense, Listed, Split, SplitGroups, T, parameter
-from tests.tools.rewrite_harness import check_against_eager
+from tests.tools.rewrite_harness import Captured
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -73,7 +75,12 @@ def _sizes_that_do_not_tell_axes_apart(monkeypatch):
     monkeypatch.setattr(test_low_rank, "R", D)
 
 
+@functools.cache
+def _captured():
+    torch.manual_seed(0)
+    return [Captured(layer(), torch.randn(T, D)) for layer in LAYERS]
+
+
 def _check_all():
-    for layer in LAYERS:
-        torch.manual_seed(0)
-        check_against_eager(layer(), torch.randn(T, D))
+    for layer in _captured():
+        layer.check_against_eager()
