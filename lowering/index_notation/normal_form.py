@@ -359,15 +359,16 @@ class Algebra:
         return None
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
-        """``e`` where ``key`` is a number: of rows that stand at their key and its running count, the one at a row's is it."""
+        """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
 
-        def row(e: Expr) -> Expr | None:
+        def own(e: Expr) -> Expr | None:
             var, body = self.open(e) if e.kind == "sum" else (e, e)
-            hits = {f: self.substitute(f, {number: key}) for f in factors_of(body) if f.kind == "eq" and number in f.args}
-            own = self.mul(*(hits.get(f, f) for f in factors_of(body)))
-            return self._only_counted(var, own) if hits and var is not e else None
+            at = {f: other for f in factors_of(body) if f.kind == "eq" for n, other in (f.args, f.args[::-1]) if n is number}
+            places = [side for f in factors_of(body) if f.kind == "eq" for side in f.args]
+            known = any(self.counts_own(var, other, place) for other in at.values() for place in places)
+            return self.sum(var, self.mul(*(self.eq(key, at[f]) if f in at else f for f in factors_of(body)))) if known else None
 
-        return self._with(e, row)
+        return self._with(e, own)
 
     def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
         """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
