@@ -167,10 +167,9 @@ class IndexingRules(RunRules):
                 element = self.algebra.add(element, landed.total(self.algebra))
             elif joined is None:
                 element = landed.replaces(self.algebra, element)
-            elif (row := landed.once(self.algebra)) is not None:
-                element = apply_pointwise(self.algebra, joined, [element, row], (), integers=False)
             else:
-                element = None
+                added = landed.once(self.algebra)
+                element = added and apply_pointwise(self.algebra, joined, [element, added], (), integers=False)
             if element is None:
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
@@ -198,13 +197,12 @@ class IndexingRules(RunRules):
         kept = self.algebra.one
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
+        elif len(keys) == 1:
+            position, (key,), own, selected = self._of_all_rows(row, keys, at, body, depth)
+            landed = self._land_sorted(position, key, at[0], sizes[0], own, selected)
         else:
-            whole = self._of_all_rows(row, keys, at, body, depth) or (row, keys, body, kept)
-            if len(keys) == 1:
-                landed = self._land_sorted(whole[0], whole[1][0], at[0], sizes[0], *whole[2:])
-            else:
-                row, keys, body, kept = whole
-                landed = self._land_at_positions(row, keys, at, sizes, body, kept)
+            row, keys, body, kept = self._of_all_rows(row, keys, at, body, depth)
+            landed = self._land_at_positions(row, keys, at, sizes, body, kept)
         if landed is not None and row not in landed.body.free:
             return landed
         hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
@@ -315,20 +313,16 @@ class IndexingRules(RunRules):
 
     def _of_all_rows(
         self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
-    ) -> tuple[Expr, list[Expr], Expr, Expr] | None:
+    ) -> tuple[Expr, list[Expr], Expr, Expr]:
         """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
+        same = row, keys, body, self.algebra.one
         given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
-        selected = next(given, None)
-        if selected is None or row.kind != "var":
-            return None
-        mask, _, _, extent = selected.args
-        position = self.algebra.fresh((row, *at), extent)
-        if len(mask.shape) != 1 or position.kind != "var":
-            return None
+        if (selected := next(given, None)) is None or row.kind != "var" or len(selected.args[0].shape) != 1:
+            return same
+        position = self.algebra.fresh((row, *at), selected.args[3])
         *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
-        if any(row in e.free for e in (*keys, body)):
-            return None
-        return position, keys, body, self.element(mask, (position,), depth)
+        known = position.kind == "var" and not any(row in e.free for e in (*keys, body))
+        return (position, keys, body, self.element(selected.args[0], (position,), depth)) if known else same
 
     def _land_at_positions(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
@@ -338,8 +332,7 @@ class IndexingRules(RunRules):
             others = [(other, i) for n, (other, i) in enumerate(zip(keys, at, strict=True)) if n != mine]
             hits = self.algebra.mul(kept, *(self.algebra.eq(other, i) for other, i in others))
             unique = others[0][0] if len(others) == 1 else None
-            landed = self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)
-            if landed is not None:
+            if (landed := self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)) is not None:
                 return landed
         return None
 
@@ -430,15 +423,14 @@ def _strides(shape: tuple[Size, ...]) -> list[Size]:
 
 
 def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> tuple[str | None, Value]:
-    """The function of rows of ``x`` that is stored where they were read, and what is joined to them; else what is stored.
+    """The function by which values are joined to rows of ``x`` where these were read, and the values; else what is stored.
 
         x[rows] += values, mask[rows] |= values         but not  x[rows] = x[others] + values
     """
     name, xs, params = values.args if values.op == "pointwise" else ("", (), ())
-    read = [v for v in xs if v.op == "index" and v.args == (x, tensors, 0)]
-    others = [v for v in xs if v not in read]
-    joins = name == "or" or (name == "add" and values.dtype.is_floating_point)
-    alone = joins and not params and len(read) == len(others) == 1 and others[0].dtype == values.dtype
+    others = [v for v in xs if v.op != "index" or v.args != (x, tensors, 0)]
+    joins = name == "or" or (name == "add" and not params and values.dtype.is_floating_point)
+    alone = joins and len(others) == 1 < len(xs) and others[0].dtype == values.dtype
     return (name, others[0]) if alone else (None, values)
 
 

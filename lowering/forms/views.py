@@ -228,10 +228,9 @@ def _pad(view: GraphView, x: Any, pad: Any, mode: str = "constant", value: Any =
     require(mode == "constant" and all(isinstance(n, int) and n >= 0 for n in pad), "so many of one number")
     for i, sizes in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         shape, d = tensor(x).shape, len(x.shape) - 1 - i
-        before, behind = ([filled(view, value or 0, (*shape[:d], n, *shape[d + 1 :]), x.dtype)] if n else [] for n in sizes)
-        length = sum(sizes) + shape[d]
-        parts = (*before, x, *behind)
-        x = view.make("cat", parts, d, shape=(*shape[:d], length, *shape[d + 1 :]), dtype=x.dtype) if sum(sizes) else x
+        before, behind = (filled(view, value or 0, (*shape[:d], n, *shape[d + 1 :]), x.dtype) for n in sizes)
+        parts = tuple(part for part in (before, x, behind) if part is x or part.shape[d])
+        x = view.make("cat", parts, d, shape=(*shape[:d], sum(sizes) + shape[d], *shape[d + 1 :]), dtype=x.dtype)
     return x
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -203,22 +204,21 @@ class Algebra:
                 return self.zero
         flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
         marks = {f for f in flat if is_order(f) and not is_bound(f)}
-        if marks and (known := [self._compared_beside(f, marks) for f in flat]) != flat:
-            return self.mul(self.const(constant), *known)
+        # What is compared is as it is beside the marks: [p < C] [where(p < C, p, 0) = c] = [p < C] [p = c].
+        if marks and (own := [self._with(f, lambda e: self.beside(e, marks) if e.kind == "eq" else None) for f in flat]) != flat:
+            return self.mul(self.const(constant), *own)
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
             return self.one
         return flat[0] if len(flat) == 1 else self._intern("mul", *sorted(flat, key=lambda f: f.uid))
 
-    def _compared_beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
-        """``e`` with what it compares as it is beside marks: [p < C] [where(p < C, p, 0) = c] = [p < C] [p = c]."""
-        known: dict[Expr, Expr] = {}
+    def _with(self, e: Expr, change: Callable[[Expr], Expr | None]) -> Expr:
+        """``e`` with outermost parts as ``change`` gives them."""
 
+        @cache
         def visit(e: Expr) -> Expr:
-            if e not in known:
-                known[e] = self.beside(e, marks) if e.kind == "eq" else self._rebuild(e, visit)
-            return known[e]
+            return change(e) or self._rebuild(e, visit)
 
         return visit(e)
 
@@ -327,23 +327,16 @@ class Algebra:
         return None
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
-        """``e`` where ``key`` is a number: rows of that key, at the place of one of them, are that row.
+        """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
 
-            rows[e, count[s]] where ids[s] = e, of a buffer in which each row stands at its id and its running count
-        """
+        def own(e: Expr) -> Expr | None:
+            var, body = self.open(e) if e.kind == "sum" else (e, e)
+            at = {f: other for f in factors_of(body) if f.kind == "eq" for n, other in (f.args, f.args[::-1]) if n is number}
+            places = [side for f in factors_of(body) if f.kind == "eq" for side in f.args]
+            known = any(self.counts_own(var, other, place) for other in at.values() for place in places)
+            return self.sum(var, self.mul(*(self.eq(key, at[f]) if f in at else f for f in factors_of(body)))) if known else None
 
-        known: dict[Expr, Expr] = {}
-
-        def visit(e: Expr) -> Expr:
-            if e not in known:
-                var, body = self.open(e) if e.kind == "sum" else (e, e)
-                hits = {f: self.substitute(f, {number: key}) for f in factors_of(body) if f.kind == "eq" and number in f.args}
-                own = self.mul(*(hits.get(f, f) for f in factors_of(body)))
-                only = self._only_counted(var, own) if hits and var is not e else None
-                known[e] = self._rebuild(e, visit) if only is None else only
-            return known[e]
-
-        return visit(e)
+        return self._with(e, own)
 
     def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
         """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""

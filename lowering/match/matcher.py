@@ -43,6 +43,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import (
     made_by,
     read_expert,
     scored_terms,
+    shared_projection,
 )
 from moeblaze_ops.lowering.match.terms.sums import sums_of_experts
 from moeblaze_ops.lowering.match.zero_computation import is_routed, read_terms
@@ -244,6 +245,8 @@ class Matcher:
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
             if declined.reason is Reason.NOT_TWO_PROJECTIONS and has_one_projection(experts, feature):
                 return replace(decline, detail=ONE_PROJECTION)
+            if declined.reason in (Reason.NOT_TWO_PROJECTIONS, Reason.ACTIVATION, Reason.PROJECTION_WEIGHTS):
+                decline = replace(decline, detail=shared_projection(experts, feature) or decline.detail)
         if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
             return decline
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)

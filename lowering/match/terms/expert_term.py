@@ -12,7 +12,7 @@ from typing import Any
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, factors_of, is_changing, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, factors_of, is_changing, leaves_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -235,6 +235,19 @@ def has_one_projection(terms: Sequence[Expr], feature: Expr) -> bool:
     """
     projected = {frozenset(_projected(term, feature)) for term in terms}
     return len(terms) > 1 and len(projected) == 1 and projected != {frozenset()}
+
+
+def shared_projection(terms: Sequence[Expr], feature: Expr) -> str | None:
+    """What is said of several experts that project by one weight, computed once for each token; None if they do not.
+
+        base(x)[token] + experts[e].adapter(x[token])
+    """
+    outputs = [leaves_of(f) for term in terms for f in factors_of(term) if feature in f.free]
+    weights = [value.node for value in set.intersection(*outputs) if value.of_state and len(value.shape) == 2]
+    if len(outputs) < 2 or not weights:
+        return None
+    name = min(str(node.target) for node in weights)
+    return f"experts share '{name}', whose product is computed once for each token: as weights of each it would be K times"
 
 
 def _projected(e: Expr, feature: Expr) -> list[tuple[Expr, Expr]]:

@@ -247,6 +247,8 @@ def _placed(layer: Layer, rng: random.Random) -> list[str]:
     kept = rng.choice((f"(place >= 0) & (place < {C})", f"(place >= 0) & (place < torch.ceil(torch.tensor({C} - 0.5)).long())"))
     if C == "C":
         kept = rng.choice(("(place >= 0) & (place < C)", "place >= 0"))
+    elif not layer.scaled and (own := random.Random("".join(layer.expert))).random() < 0.5:  # seeds keep their programs
+        return _in_buffer(C, own)
     return [
         *_scores(layer, rng), "flat = ids.t().reshape(-1)", "chosen = F.one_hot(flat, E)", *([f"C = {most}"] if C == "C" else ()),
         f"place = (chosen.cumsum(0) * chosen - 1).view(K, T, E){rng.choice(('.amax(0)', '.max(dim=0).values', '.max(0)[0]'))}",
@@ -255,6 +257,29 @@ def _placed(layer: Layer, rng: random.Random) -> list[str]:
         "hot = " + rng.choice(("places * kept.unsqueeze(-1)", "places.masked_fill(~kept.unsqueeze(-1), 0)")),
         "rows = torch.einsum('tec,td->ecd', hot.to(x.dtype), x)", "y = torch.stack([self.expert(e, rows[e]) for e in range(E)])",
         "out = torch.einsum('te,tec,ecd->td', scores.to(x.dtype), hot.to(x.dtype), y)",
+    ]  # fmt: skip
+
+
+def _in_buffer(C: int, rng: random.Random) -> list[str]:
+    """A buffer that slots are added to at their places, those without a place as zeros, and read from."""
+    count = rng.choice(("(chosen.cumsum(0) - 1).gather(1, flat[:, None])[:, 0]", "((chosen.cumsum(0) - 1) * chosen).sum(-1)"))
+    place = rng.choice(("torch.where(kept, count, 0)", "count * kept", f"count.clamp(max={C - 1})"))
+    rows = rng.choice(("torch.where(kept[:, None], rows, 0)", "rows * kept[:, None]", "rows.masked_fill(~kept.unsqueeze(1), 0)"))
+    out = rng.choice(("y * kept[:, None] * weights.reshape(-1, 1)", "y * (weights.reshape(-1) * kept).unsqueeze(-1)"))
+    if rng.random() < 0.4:
+        read = "y[flat[kept], count[kept]]"
+        out = rng.choice((f"weights.reshape(-1)[kept].unsqueeze(1) * {read}", f"{read} * weights.flatten()[kept, None]"))
+        return [
+            "flat = ids.reshape(-1)", "chosen = F.one_hot(flat, E)", f"count = {count}", f"kept = count < {C}",
+            "token = torch.arange(flat.shape[0]) // K", f"buffer = x.new_zeros(E, {C}, x.shape[-1])",
+            "buffer[flat[kept], count[kept]] = x[token[kept]]", "y = torch.stack([self.expert(e, buffer[e]) for e in range(E)])",
+            f"out = torch.zeros_like(x).index_add(0, token[kept], {out})",
+        ]  # fmt: skip
+    return [
+        "flat = ids.reshape(-1)", "chosen = F.one_hot(flat, E)", f"count = {count}", f"kept = count < {C}", f"place = {place}",
+        "rows = x.repeat_interleave(K, dim=0)",
+        f"buffer = torch.zeros(E, {C}, x.shape[-1], dtype=x.dtype).index_put((flat, place), {rows}, accumulate=True)",
+        "y = torch.stack([self.expert(e, buffer[e]) for e in range(E)])[flat, place]", f"out = ({out}).view(T, K, -1).sum(1)",
     ]  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def draw(rng: random.Random) -> Layer:
     router = _router(layer, rng)
     stops = [[]] * 6 + [["weights = (weights * 1.5).detach()"], ["x = (x * 0.5).detach()"]]
     stopped = random.Random("".join(router)).choice(stops)  # of a sequence of its own: seeds keep the rest of their programs
+    layer.scaled = any(line.startswith(("x = x *", "x = (x *")) for line in (*before, *stopped))
     layer.body = [*before, *router, *stopped, *_skipped(layer, router), *FAMILIES[family](layer, rng), *after]
     if layer.shape != (1,) and random.Random("".join(layer.body)).random() < 0.2:
         layer.body = [re.sub(r"^scores = .*", "scores = logits.softmax(-1).to(weights.dtype)", line) for line in layer.body]

@@ -65,6 +65,7 @@ class Layer:
     made: list[str] = field(default_factory=list)  # last lines of ``__init__``
     definitions: list[str] = field(default_factory=list)  # of the module
     decorator: str = ""  # of ``forward``
+    scaled: bool = False  # experts are given a multiple of what the layer is given
     calls: int = 1  # before the second one, the module is told to evaluate and its parameters are changed
     hidden: list[str] = field(default_factory=list)  # what is written in a way that hides it
 

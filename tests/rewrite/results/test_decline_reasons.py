@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import assert_replaced, check_against_eager, rewrite_of
@@ -84,6 +85,30 @@ def test_experts_with_a_norm_are_not_experts_of_one_projection():
     (layer,) = rewrite_of(zoo.StackedMoE(_normed, "split"), torch.randn(10, zoo.D)).candidates
     assert layer.reason == "NOT_TWO_PROJECTIONS"
     assert layer.detail == "'rms_norm' where a pointwise function of a projection is expected"
+
+
+class _OverOneMLP(nn.Module):
+    """MixLoRA: experts are what their adapters add to one MLP, whose products are computed once for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(zoo.D, zoo.E), nn.Linear(zoo.D, zoo.FF), nn.Linear(zoo.FF, zoo.D)
+        self.adapters = nn.ModuleList(nn.Sequential(nn.Linear(zoo.D, 2), nn.Linear(2, zoo.FF)) for _ in range(zoo.E))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        out, h = torch.zeros_like(x), self.up(x)
+        for e, adapter in enumerate(self.adapters):
+            token, slot = torch.where(ids == e)
+            y = self.down(F.silu(h[token] + adapter(x[token])))
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+def test_experts_over_one_projection_are_told_so():
+    (layer,) = rewrite_of(_OverOneMLP(), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "ACTIVATION"
+    assert "experts share" in layer.detail and "computed once for each token" in layer.detail
 
 
 def test_experts_of_one_feature_are_not_the_features_of_one_expert():
