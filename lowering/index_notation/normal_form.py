@@ -205,8 +205,9 @@ class Algebra:
         flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
         marks = {f for f in flat if is_order(f) and not is_bound(f)}
         # What is compared is as it is beside the marks: [p < C] [where(p < C, p, 0) = c] = [p < C] [p = c].
-        if marks and (beside := [self._with(f, lambda e: self.beside(e, marks) if e.kind == "eq" else None) for f in flat]) != flat:
-            return self.mul(self.const(constant), *beside)
+        there = [self._with(f, lambda e: self.beside(e, marks) if e.kind == "eq" else None) for f in flat] if marks else flat
+        if there != flat:
+            return self.mul(self.const(constant), *there)
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
