@@ -15,14 +15,14 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
     """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
+    minus = algebra.const(-1)
     a, b = args[0], args[1] if len(args) > 1 else algebra.zero
     match name:
         case "add" | "sub" | "rsub" | "neg":
             scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
             if integers:
                 return algebra.linear(0, [(scale_a, a), (scale_b, b)])
-            signed = ((scale_a, a), (scale_b, b))
-            return algebra.add(*(e if s == 1 else algebra.mul(algebra.const(-1), e) for s, e in signed if s))
+            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
         case "mul" | "and":
             if integers and "const" in (a.kind, b.kind):
                 number, e = (a, b) if a.kind == "const" else (b, a)

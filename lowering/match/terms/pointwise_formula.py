@@ -1,7 +1,6 @@
 """From an expression in index notation to the formula that kernels compute.
 
-Sums and products of index notation know numbers only: a mask is 1 or 0 there. So it is in a formula, beside a number; where masks
-are alone it is a condition again.
+Sums and products of index notation know numbers only: a mask is 1 or 0 there, and so it is in a formula, beside a number.
 """
 
 import math
