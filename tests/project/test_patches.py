@@ -52,7 +52,7 @@ def is_rewritten(spelling, with_inductor):
     from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
     torch._dynamo.reset()
     layer, x = layer_of(spelling), torch.randn(5, 16)
-    context = contextlib.nullcontext("inductor") if with_inductor else rewriting_backend(aot=False)
+    context = contextlib.nullcontext("inductor") if with_inductor else rewriting_backend()
     with context as backend, switch.recording() as records, torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
     return len(rewritten_in(records)) > 0

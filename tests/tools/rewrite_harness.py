@@ -115,15 +115,12 @@ def compiled(
 
 
 @contextmanager
-def rewriting_backend(aot: bool = True) -> Iterator[Callable]:
-    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it.
-
-    AOTAutograd traces the first of rewritten graphs that are the same, but for those where ``aot`` is off.
-    """
+def rewriting_backend() -> Iterator[Callable]:
+    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
         switch.rewrite(gm)
-        return _once_by_aot_autograd(gm, example_inputs) if aot and _has_our_ops(gm) else gm.forward
+        return _once_by_aot_autograd(gm, example_inputs) if _has_our_ops(gm) else gm.forward
 
     with switch.rewriting(backend):
         yield backend
