@@ -130,7 +130,7 @@ def _sums_two_largest(view: GraphView, group_scores: Value, scores: Value, size:
 
 def largest(value: Value, output: int) -> fx.Node | None:
     """The top-k along the last axis that ``value`` is an output of."""
-    if value.op != "output" or value.args[1] != output or target_name(value.args[0]) != "topk":
+    if value.op != "output" or value.args[1:] != (output, None) or target_name(value.args[0]) != "topk":
         return None
     topk = value.args[0]
     given = _arguments(topk)

@@ -201,6 +201,8 @@ class _Reader:
         node = scores.node
         if scores.op != "opaque" or target_name(node) != "softmax" or not node.args or self._view.is_without_gradient(node):
             return None
+        if scores is not self._view.opaque(node):  # written to by an alias
+            return None
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         return ("softmax", self._view.value_at(node.args[0], self._view.position[node])) if dim in (-1, last) else None
 

@@ -88,6 +88,23 @@ def test_scores_changed_before_the_choice_stay():
     assert not any("route" in name for name in rewriting.operators())
 
 
+@pytest.mark.parametrize("of_all", [False, True])
+def test_weights_written_through_a_part_stay(of_all):
+    def changed(logits):
+        values, ids = torch.topk(logits, K)
+        weights = F.softmax(logits if of_all else values, dim=-1, dtype=torch.float32)
+        first = weights[0]
+        first.mul_(0.5)
+        return (weights.gather(-1, ids) if of_all else weights).to(logits.dtype), ids
+
+    layer, x = Layer(changed, torch.float64), torch.randn(T, D, dtype=torch.float64)
+    run, rewriting = compiled(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x), rtol=1e-6, atol=1e-6)
+    assert len(rewriting.rewritten) == 1
+    assert not any("route" in name for name in rewriting.operators())
+
+
 def test_a_bias_changed_later_stays():
     class Balanced(Layer):
         def __init__(self):
