@@ -381,7 +381,8 @@ class _Proof:
         known = E + sum(len(own.numbers) for own in plain)  # the number behind them may stand for none
         others = any(isinstance(bound, int) and bound > known + 1 for bound in bounds)
         is_all = not others and (known > 1 or not routed.is_dense)
-        prove(routed.top_k <= E or is_all, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts of more")
+        fits = routed.top_k > 0 and (routed.top_k <= E or is_all)
+        prove(fits, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts of more")
 
     def _bounds(self, routed: _Routed) -> list[Size | None]:
         """What the ids of each routing are below, as far as is known."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.corpus.fuzz.run import check
 from tests.corpus.zoo.catalogue import grouped_mm_fallback
+from tests.tools.rewrite_harness import rewrite_of
 
 
 class StacksOfSortedIds(nn.Module):
@@ -96,3 +97,17 @@ class HooksOnPartsOfRows(nn.Module):
 def test_found_by_fuzzing(layer):
     torch.manual_seed(0)
     assert not check(layer(), torch.randn(layer.T, layer.D)).failure
+
+
+def test_no_choices():
+    """What has no column is in no one shape of as many tokens as there are numbers."""
+
+    def layer(x):
+        weights, ids = router(x).softmax(-1).topk(0)
+        out = torch.zeros_like(x)
+        for e in range(3):
+            out = out + down[e](up[e](x).relu()) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    router, (up, down) = nn.Linear(8, 3), (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+    assert rewrite_of(layer, torch.randn(2, 5, 8)).reasons == ["EXPERT_COVERAGE"]

@@ -61,6 +61,8 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
     def called(name: str, args: tuple[Expr, ...], params: tuple) -> Node:
         if name == "clamp":
             params = tuple(none if bound is None else bound for bound, none in zip(params, (-math.inf, math.inf), strict=True))
+        if not all(isinstance(param, int | float) for param in params):
+            raise ValueError(f"'{name}' of a number that only a call tells")
         of_masks = _OF_MASKS.get(name, 0)
         operands = [*map(read, args[:of_masks]), *map(read_number, args[of_masks:]), *map(number, params)]
         if name == SCALED:

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 
@@ -168,3 +169,10 @@ def test_a_layers_activation_has_the_name_of_its_own_numbers(factor, name):
     by_hand = algebra.mul(algebra.const(0.5), h, algebra.add(algebra.one, error))
     found = Formulas(algebra).name(by_hand, (h,), double=False)
     assert (found and found[0]) == name
+
+
+def test_a_number_that_only_a_call_tells_is_in_no_formula():
+    algebra = Algebra()
+    h = algebra.var(-2, 0, "r")
+    with pytest.raises(ValueError, match="'clamp' of a number that only a call tells"):
+        to_formula(algebra.call("clamp", (h,), sympy.Symbol("s0"), None), {h: symbol("h")})
