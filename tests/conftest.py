@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 
 import moeblaze_ops
 from moeblaze_ops import config
-from tests.tools.compiling import call_with_room, compile_quickly, keep_what_is_imported
+from moeblaze_ops.lowering.torch_internals.room import call_with_room
+from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
 TESTS = Path(__file__).parent
 

@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering import patches
+from moeblaze_ops.lowering.torch_internals.room import call_with_room
 
 __all__ = ["counters", "dynamo_config"]
 
@@ -101,7 +102,7 @@ def install_frame_hook(
         frame = Frame(code, backend, arguments.get("export", False), arguments["one_graph"], module)
         token = _compiled_frame.set(frame)
         try:
-            return hook(compile_code, frame)
+            return call_with_room(lambda: hook(compile_code, frame))
         finally:
             _compiled_frame.reset(token)
 

@@ -25,9 +25,10 @@ from torch.utils import checkpoint as checkpointing
 import moeblaze_ops
 from moeblaze_ops.compile import records
 from moeblaze_ops.explanation import Candidate
+from moeblaze_ops.lowering.torch_internals.room import call_with_room
 from tests.corpus.loops import guarded
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.compiling import call_with_room, compile_quickly
+from tests.tools.compiling import compile_quickly
 
 LAYERS, STEPS = 2, 12
 ops = torch.ops.moeblaze

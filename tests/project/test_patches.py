@@ -13,7 +13,8 @@ PROGRAM = """
 import contextlib, functools, inspect, json, logging, os, sys
 import torch, torch._dynamo, torch._inductor.compile_fx
 from moeblaze_ops.lowering import patches
-from tests.tools.compiling import call_with_room, compile_quickly
+from moeblaze_ops.lowering.torch_internals.room import call_with_room
+from tests.tools.compiling import compile_quickly
 
 compile_quickly()
 said = []

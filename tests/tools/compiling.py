@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch._dynamo.config
 import torch._dynamo.guards
@@ -35,20 +35,6 @@ def keep_what_is_imported() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def call_with_room(function: Callable) -> object:
-    """Calls ``function`` where all frames of its calls fit behind this one's.
-
-    From 3.11 on, Python keeps frames in pieces of 16 KB. A piece is mapped when a call is the first in it, and unmapped when that
-    returns: a loop that happens to call across the end of one asks the kernel for memory in each pass, and a call takes 250 times
-    as long. The compiler's stacks span several pieces: that took a fifth of all time, and of a few tests nearly all. A piece has
-    room for its first frame, at least: this one asks for a megabyte, of which what nobody touches is no memory.
-    """
-    return function()
-
-
-call_with_room.__code__ = call_with_room.__code__.replace(co_stacksize=(1 << 17) + 1)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ import os, runpy, sys, traceback
 import linecache
 import torch._inductor.compile_fx
 import torch.distributed.run as torchrun
-from tests.tools.compiling import call_with_room
 
 def launch(arguments):
     # torchrun itself, but for ranks that are forks of this process.
@@ -41,7 +40,7 @@ def run_rank(*command):
     torch._inductor.config.fallback_by_default = True
     script = command[-1]
     sys.argv = [script]
-    call_with_room(lambda: runpy.run_path(script, run_name="__main__"))
+    runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
 
 def run_page(files):
@@ -54,8 +53,7 @@ def run_page(files):
             # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
             file = f"<{file.removesuffix('.py')}>"
             linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-        code = compile(source, file, "exec")
-        call_with_room(lambda: exec(code, names))
+        exec(compile(source, file, "exec"), names)
         sys.stdout.flush()
 
 for line in sys.stdin:

@@ -15,7 +15,8 @@ import torch._inductor.config
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from tests.tools.compiling import call_with_room, compile_quickly, keep_what_is_imported
+from moeblaze_ops.lowering.torch_internals.room import call_with_room
+from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
 _SILENT_S = 60
 """After so long a check shows where it is."""
