@@ -318,7 +318,8 @@ class Evaluator(IndexingRules):
         apart = all(tells(self.algebra, told, var) for index in indices for var in index.free)
         if not (apart and inside.has_dot) or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
             return self.algebra.leaf(value, indices)
-        return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn))
+        places = tuple(index.args[0] for index in indices if index.kind == "const")  # of one expression two have two draws
+        return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn, places))
 
     def _of_true_elements(self, e: Expr) -> Iterator[Expr]:
         """What is one number for all true elements of a mask, such as the ids of the rows of one expert; of masks in ``e``."""

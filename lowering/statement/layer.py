@@ -9,6 +9,7 @@ One function has several sums: over experts in turn or by a bound number, over s
 ``Form`` says which one is written; they differ by the distributive law alone.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -21,7 +22,7 @@ from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
@@ -82,11 +83,18 @@ class Statement:
                 continue
             if match.weights_on_input and slots == "inside" and not self._has_one_slot_each():
                 continue
+            if experts == "listed" and match.K != 1 and self._most_of_one_draw() * match.E > num_terms:
+                continue  # two slots of a token have the same elements dropped
             if num_terms != (match.E if experts == "listed" else 1) * (match.K if slots == "listed" else 1):
                 continue
             yield Form(experts, slots)
             if match.weights_on_input and is_zero_at_zero(match.activation) and not match.b_up and match.b_down is None:
                 yield Form(experts, slots, masked=False)
+
+    def _most_of_one_draw(self) -> int:
+        """How many terms of experts one call of dropout is part of, at most."""
+        drawn = (set(_draws(term)) for term, _ in self._match.reading.experts)
+        return max(Counter(call for calls in drawn for call in calls).values(), default=0)
 
     def _reads_by_id(self) -> bool:
         """True if operators read something of experts at the ids of a token, which are no places among the experts then."""
@@ -264,3 +272,10 @@ class Statement:
             for number, k in product(map(algebra.const, own.numbers), slots):
                 share = self._share(number, number, k, 0)
                 yield algebra.mul(algebra.const(own.factor), of_token, share, vector)
+
+
+def _draws(e: Expr) -> Iterator[Expr]:
+    """The calls of dropout in an expression, those inside of others too."""
+    for call in subexpressions(e, lambda e: e.kind == "call" and e.args[0] == DROPOUT):
+        yield call
+        yield from _draws(call.args[1][0])

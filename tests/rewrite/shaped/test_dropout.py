@@ -214,6 +214,36 @@ def test_a_probability_that_changes():
     assert "dropout" not in became[-1]
 
 
+def one_hidden(self, x, weights, ids):
+    h = F.dropout(F.silu(self.up[0](x)), BETWEEN)
+    return sum(down(h) * (weights * (ids == e)).sum(-1, keepdim=True) for e, down in enumerate(self.down))
+
+
+def one_hidden_of_dropped(self, x, weights, ids):
+    h = F.dropout(F.silu(self.up[0](x)), BETWEEN)
+    return sum(F.dropout(down(h), BEHIND) * (weights * (ids == e)).sum(-1, keepdim=True) for e, down in enumerate(self.down))
+
+
+def one_hidden_drawn_for_each(self, x, weights, ids):
+    h = F.silu(self.up[0](x))
+    shares = ((weights * (ids == e)).sum(-1, keepdim=True) for e in range(E))
+    return sum(down(F.dropout(h, BETWEEN)) * share for down, share in zip(self.down, shares, strict=True))
+
+
+def outputs_of_all_slots(self, x, weights, ids):
+    outputs = [self.expert(e, x) for e in range(E)]
+    return sum(y * weights[:, k, None] * (ids[:, k, None] == e) for k in range(self.top_k) for e, y in enumerate(outputs))
+
+
+@pytest.mark.parametrize(("combine", "top_k", "layers"), [
+    (one_hidden, K, 0), (one_hidden_of_dropped, K, 0), (one_hidden, 1, 1), (one_hidden_drawn_for_each, K, 1),
+    (outputs_of_all_slots, K, 1),
+])  # fmt: skip
+def test_experts_that_share_a_draw_are_left_alone(combine, top_k, layers):
+    """Operators draw for each slot: that is another distribution where a token's experts have the same numbers dropped."""
+    assert len(rewrite_of(Layer(combine, behind, top_k), torch.randn(T, D)).rewritten) == layers
+
+
 class Given(Layer):
     """Ids of the caller: a token may name an expert twice."""
 
