@@ -83,7 +83,7 @@ _OF_ONE = {
     "exp": ("exp",), "log": ("log",), "log1p": ("log1p", "special_log1p"), "expm1": ("expm1", "special_expm1"),
     "sin": ("sin",), "cos": ("cos",), "square": ("square",), "sqrt": ("sqrt",), "rsqrt": ("rsqrt",),
     "reciprocal": ("reciprocal",), "abs": ("abs", "absolute"), "not": ("logical_not", "bitwise_not", "invert", "inv"),
-    "ceil": ("ceil",), "floor": ("floor",),
+    "ceil": ("ceil",), "floor": ("floor",), "sign": ("sign",),
 }  # fmt: skip
 _OF_TWO = {
     "add": ("add", "__add__", "__radd__", "wrapped_add"), "sub": ("sub", "subtract", "wrapped_sub"),
@@ -116,6 +116,11 @@ def _with_numbers(name: str) -> None:
 
 for _name in _OF_NUMBERS:
     _with_numbers(_name)
+
+
+@form("isnan")
+def _isnan(view: GraphView, x: Any) -> Value:
+    return pointwise(view, "ne", x, x)
 
 
 @form("bitwise_xor", "logical_xor", "__xor__", "xor")
