@@ -12,7 +12,7 @@ from tests.tools.rewrite_harness import compiled
 
 _TINY = torch.finfo(torch.float32).tiny
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -3.0, 30.0, -30.0, 100.0, -100.0, 1e30, -1e30, _TINY / 2, -_TINY / 4]
-VALUES += [math.inf, -math.inf, math.nan]
+VALUES += [math.inf, -math.inf, math.nan, 0.1]
 
 
 class LayerOfValues(nn.Module):
@@ -81,6 +81,8 @@ UNGATED = {
     "unequal": (lambda h: h * (h != 0.5), ANY),
     "equal to itself": (lambda h: torch.where(h == h, h, 0), ANY),
     "no NaN": (lambda h: torch.where(torch.isnan(h), 0, h), ANY),
+    "above a number that bf16 rounds": (lambda h: torch.where(h > 0.1, 2, h), ANY),
+    "clamp at a number that bf16 rounds": (lambda h: h.clamp(max=0.1), ANY),
     "sign": (lambda h: h * h.sign(), ANY),
     "hardswish": (lambda h: F.hardswish(h.masked_fill(h != h, 0)), ANY),
     "chosen of what is chosen": (lambda h: torch.where(h > 3, h.clamp(max=30), F.relu(h + 1)), ANY),
