@@ -20,6 +20,11 @@ def reciprocal(x: Node) -> Node:
     return apply("div", ONE, x)
 
 
+def sign(x: Node) -> Node:
+    """Of NaN zero, as in torch."""
+    return apply("where", apply("gt", x, ZERO), ONE, apply("where", apply("lt", x, ZERO), number(-1), ZERO))
+
+
 def silu(x: Node) -> Node:
     return apply("mul", x, apply("sigmoid", x))
 
@@ -91,7 +96,9 @@ def hardtanh(x: Node, low: Node | None = None, high: Node | None = None) -> Node
 
 def hardswish(x: Node) -> Node:
     """Its gradient is that of zero and of x at the bounds of what lies between them; of minus infinity it is NaN, as in torch."""
-    return apply("mul", apply("mul", x, relu6(apply("add", x, number(3)))), number(1 / 6))
+    curve = apply("mul", apply("mul", x, apply("add", x, number(3))), number(1 / 6))
+    above = apply("where", apply("ge", x, number(3)), x, curve)
+    return apply("where", apply("le", x, number(-3)), apply("mul", x, ZERO), above)
 
 
 def logsigmoid(x: Node) -> Node:
@@ -120,7 +127,7 @@ def softshrink(x: Node, bound: Node = _HALF) -> Node:
 
 
 COMPOSITES: dict[str, Callable[..., Node]] = {
-    "square": square, "reciprocal": reciprocal, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "mish": mish,
+    "square": square, "reciprocal": reciprocal, "sign": sign, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "mish": mish,
     "leaky_relu": leaky_relu, "prelu": prelu, "elu": elu, "celu": celu, "selu": selu, "relu6": relu6, "hardsigmoid": hardsigmoid,
     "hardswish": hardswish, "hardtanh": hardtanh, "logsigmoid": logsigmoid, "softsign": softsign, "threshold": threshold,
     "hardshrink": hardshrink, "softshrink": softshrink,

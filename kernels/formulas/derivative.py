@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from moeblaze_ops.kernels.formulas.composites import sign
 from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, interned, number
 
 CLAMPS_MOVE_AT_BOUNDS = torch.__version__ < "2.14"
@@ -113,17 +114,13 @@ def _is_between(x: Node, low: float, high: float) -> Node:
     return above_low if math.isinf(high) else apply("and", above_low, below_high)
 
 
-def _sign(x: Node) -> Node:
-    return apply("where", apply("gt", x, ZERO), ONE, apply("where", apply("lt", x, ZERO), number(-1), ZERO))
-
-
 def _power(x: Node, exponent: Node) -> Node:
     return times(exponent, apply("pow", x, number(exponent.number - 1)))
 
 
 _CHAINED: dict[str, Callable[..., Node]] = {
     "neg": lambda y, x: number(-1),
-    "abs": lambda y, x: _sign(x),
+    "abs": lambda y, x: sign(x),
     "exp": lambda y, x: y,
     "log": lambda y, x: apply("div", ONE, x),
     "sqrt": lambda y, x: apply("div", number(0.5), y),
@@ -160,13 +157,22 @@ def _larger(y: Node, a: Node, b: Node, da: Node, db: Node) -> Node:
     if ZERO in (da, db):
         return choice(apply("lt", a, b), times(da, half)) if db is ZERO else choice(apply("gt", a, b), times(db, half))
     both = times(half, _plus(da, db))
-    return apply("where", apply("gt", a, b), da, apply("where", apply("lt", a, b), db, both))
+    return _chosen_of(apply("gt", a, b), da, _chosen_of(apply("lt", a, b), db, both))
 
 
 def _chosen_of(mask: Node, kept: Node, other: Node) -> Node:
+    """``where(mask, kept, other)`` of derivatives: a choice if one of them is."""
     if other is ZERO:
         return choice(apply("not", mask), kept)
-    return choice(mask, other) if kept is ZERO else apply("where", mask, kept, other)
+    if kept is ZERO:
+        return choice(mask, other)
+    if kept.op == other.op == CHOICE and kept.args[0] is other.args[0]:
+        return choice(kept.args[0], _chosen_of(mask, kept.args[1], other.args[1]))
+    if kept.op == CHOICE:
+        return choice(apply("and", mask, kept.args[0]), _chosen_of(mask, kept.args[1], other))
+    if other.op == CHOICE:
+        return choice(apply("and", apply("not", mask), other.args[0]), _chosen_of(mask, kept, other.args[1]))
+    return apply("where", mask, kept, other)
 
 
 _JOINED: dict[str, Callable[..., Node]] = {

@@ -29,6 +29,8 @@ ARITY = {
     **dict.fromkeys(("where", "clamp", "draw"), 3),
 }
 """The functions that formulas are made of. ``pow`` takes a number as exponent, ``clamp`` numbers (infinite: none) as bounds."""
+MASKS = {"and": 2, "or": 2, "not": 1, "where": 1}
+"""How many of a function's first arguments are masks, of those that take any."""
 
 _FOLDED: dict[str, Callable[..., float]] = {
     "neg": lambda x: -x, "abs": abs, "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y,
@@ -77,6 +79,11 @@ def symbol(name: str) -> Node:
 ZERO, ONE = number(0.0), number(1.0)
 
 
+def as_number(node: Node) -> Node:
+    """One and zero of a mask, a number as it is."""
+    return apply("where", node, ONE, ZERO) if node.is_logical else node
+
+
 def apply(op: str, *args: Node) -> Node:
     """``op(*args)`` in its canonical form.
 
@@ -97,9 +104,8 @@ def apply(op: str, *args: Node) -> Node:
 def _check(op: str, args: tuple[Node, ...]) -> None:
     if ARITY.get(op) != len(args):
         raise ValueError(f"no function {op} of {len(args)} arguments")
-    logical = {"and": (0, 1), "or": (0, 1), "not": (0,), "where": (0,)}.get(op, ())
     for position, arg in enumerate(args):
-        if arg.is_logical != (position in logical):
+        if arg.is_logical != (position < MASKS.get(op, 0)):
             raise ValueError(f"{op} of {'a comparison' if arg.is_logical else 'a number'}")
     if op in COMPARISONS and all(arg.is_number for arg in args):
         raise ValueError("a comparison of two constants")

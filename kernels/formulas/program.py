@@ -14,6 +14,7 @@ from functools import cache
 from moeblaze_ops.kernels.formulas.derivative import CHOICE, choice, chosen, derivative, times
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
+    ONE,
     PARAMETER_SYMBOLS,
     PLACE_SYMBOLS,
     ZERO,
@@ -48,13 +49,13 @@ def gradient_program(activation: str, is_short: bool = False) -> str:
     formula, count = formula_of(activation), num_parameters(activation)
     computed = set(below(formula))
     halves = ("h",) if "h" in symbols_of(formula) else GATED_SYMBOLS
-    slopes = [_weighted(derivative(formula, symbol(name)), computed) for name in halves]
+    slopes = [_weighted(derivative(formula, symbol(name)), computed, is_short) for name in halves]
     if len(halves) == 1:
         slopes.append(_DA)
     for name in PARAMETER_SYMBOLS[:count]:
         slope = derivative(formula, symbol(name))
         # Products with da are summed, in one instruction where they are not behind a condition.
-        slopes.append(times(_DA, slope) if slope.op == CHOICE else _weighted(slope, computed))
+        slopes.append(times(_DA, slope) if slope.op == CHOICE else _weighted(slope, computed, is_short))
     return _program(count, is_short, formula, *chosen(*slopes))
 
 
@@ -94,14 +95,31 @@ _WEIGHTS = {
 """Functions of several steps; those of one or two count once."""
 
 
-def _weighted(slope: Node, computed: set[Node]) -> Node:
-    """``da * slope``, multiplied so that da, and what is behind a condition, end their lives in registers early."""
+def _weighted(slope: Node, computed: set[Node], is_short: bool) -> Node:
+    """``da * slope``, multiplied so that da, and what is behind a condition, end their lives in registers early.
+
+    If ``is_short``, a condition is on what da is in, where the rest has bounds: of NaN the product is NaN, and not zero.
+    """
     if slope.op == "mul" and slope not in computed:
         small, large = sorted(slope.args, key=lambda factor: (factor.is_number, sum(1 for _ in below(factor))))
         return times(times(_DA, small), large)
     if slope.op == CHOICE:
-        return choice(slope.args[0], _weighted(slope.args[1], computed))
+        mask, weighted = slope.args[0], _weighted(slope.args[1], computed, is_short)
+        if is_short and weighted.op == "mul" and _is_bounded(weighted.args[1], mask):
+            return apply("mul", choice(mask, weighted.args[0]), weighted.args[1])
+        return choice(mask, weighted)
     return times(_DA, slope)
+
+
+@cache
+def _is_bounded(node: Node, mask: Node) -> bool:
+    """True if a number, where it is no NaN, lies between bounds: under the mask of a clamp that clamp does."""
+    if node.op == "clamp":
+        x, *bounds = node.args
+        return all(math.isfinite(bound.number) for bound in bounds) or derivative(node, x) is choice(mask, ONE)
+    if node.op in ("add", "sub", "mul", "neg"):
+        return all(_is_bounded(arg, mask) for arg in node.args)
+    return node.is_number or node.op in ("sigmoid", "tanh", "erf")
 
 
 def _program(num_parameters: int, is_short: bool, *results: Node) -> str:

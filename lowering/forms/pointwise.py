@@ -31,6 +31,7 @@ from moeblaze_ops.lowering.forms.views import (
     turns_scattered,
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 
 _OF_NUMBERS: dict[str, dict[str, float | None]] = {
     "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
@@ -44,11 +45,19 @@ _OF_NUMBERS: dict[str, dict[str, float | None]] = {
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
     """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
     dtype = output_dtype(view)
+    if dtype == torch.bool:
+        own = next((x.dtype for x in args if isinstance(x, Value)), dtype)
+        args = tuple(_beside(x, own) for x in args)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
         return joined[0]
     return view.make("pointwise", name, xs, params)
+
+
+def _beside(x: Any, dtype: torch.dtype) -> Any:
+    """A number as 16 bits hold it where it is compared with a tensor of them: ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
+    return stored_number(x, dtype) if type(x) is float and dtype.is_floating_point and dtype.itemsize == 2 else x
 
 
 def times(view: GraphView, number: Any, x: Any) -> Any:
@@ -83,7 +92,7 @@ _OF_ONE = {
     "exp": ("exp",), "log": ("log",), "log1p": ("log1p", "special_log1p"), "expm1": ("expm1", "special_expm1"),
     "sin": ("sin",), "cos": ("cos",), "square": ("square",), "sqrt": ("sqrt",), "rsqrt": ("rsqrt",),
     "reciprocal": ("reciprocal",), "abs": ("abs", "absolute"), "not": ("logical_not", "bitwise_not", "invert", "inv"),
-    "ceil": ("ceil",), "floor": ("floor",),
+    "ceil": ("ceil",), "floor": ("floor",), "sign": ("sign",),
 }  # fmt: skip
 _OF_TWO = {
     "add": ("add", "__add__", "__radd__", "wrapped_add"), "sub": ("sub", "subtract", "wrapped_sub"),
@@ -116,6 +125,11 @@ def _with_numbers(name: str) -> None:
 
 for _name in _OF_NUMBERS:
     _with_numbers(_name)
+
+
+@form("isnan")
+def _isnan(view: GraphView, x: Any) -> Value:
+    return pointwise(view, "ne", x, x)
 
 
 @form("bitwise_xor", "logical_xor", "__xor__", "xor")
@@ -192,7 +206,7 @@ def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
     # A guard, as Inductor's own: it generates code for a bound that is known.
     lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (min, max))
     require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
-    return pointwise(view, "clamp", x, params=(lower, upper))
+    return pointwise(view, "clamp", x, params=tuple(_beside(bound, tensor(x).dtype) for bound in (lower, upper)))
 
 
 def _bounded(view: GraphView, x: Any, comparison: str, bound: Any) -> Value:

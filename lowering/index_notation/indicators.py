@@ -36,6 +36,9 @@ def most_counted(count: Expr) -> Size:
 _ORDERS = frozenset(("lt", "le", "gt", "ge"))
 
 
+_MARKS = frozenset((CHOSEN, "eq", "ne", "or"))
+
+
 def is_order(e: Expr) -> bool:
     """True if ``e`` says which of two numbers is less."""
     return e.kind == "call" and e.args[0] in _ORDERS
@@ -51,7 +54,7 @@ def is_below(mark: Expr, number: Expr, bound: object) -> bool:
 
 def is_indicator(e: Expr) -> bool:
     """True if ``e`` is 0 or 1, as a comparison is, or 1 - comparison."""
-    marks = e.kind in ("eq", "any", "distinct") or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN)
+    marks = e.kind in ("eq", "any", "distinct") or is_order(e) or (e.kind == "call" and e.args[0] in _MARKS)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
     marks = marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
     return marks or (e.kind == "add" and bool(masks := complement_of(e)) and all(map(is_indicator, masks)))

@@ -60,10 +60,14 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.call(name, (a, b)) if interval is None else algebra.between(interval)
         case "or" if algebra.zero in (a, b) or a is b:
             return b if a is algebra.zero else a
+        case "or" if is_hidden(a) or is_hidden(b):
+            return algebra.call(name, (a, b))
         case "or" if (is_bound(a) or is_bound(b)) and interval_of(a) and interval_of(b):
             return _not(algebra, algebra.mul(_not(algebra, a), _not(algebra, b)))
         case "or" if is_indicator(a) and is_indicator(b):
             return algebra.cast(torch.bool, algebra.add(a, b))
+        case "eq" | "ne" if is_hidden(a) or is_hidden(b):  # NaN equals nothing
+            return algebra.call(name, (a, b))
         case "eq":
             return algebra.eq(a, b)
         case "ne":

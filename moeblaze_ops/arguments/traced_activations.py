@@ -24,10 +24,12 @@ from moeblaze_ops.arguments.validation_values import refuse
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
+    MASKS,
     PARAMETER_SYMBOLS,
     UNGATED_SYMBOLS,
     Node,
     apply,
+    as_number,
     number,
     symbol,
 )
@@ -215,12 +217,14 @@ def _called(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"it calls {target} in a way that has no meaning here") from error
 
 
-def _nodes(*values: Any) -> list[Node]:
-    return [value if isinstance(value, Node) else number(value) for value in values]
+def _nodes(*values: Any, masks: int = 0) -> list[Node]:
+    """Numbers, behind as many ``masks``: a mask among them is one or zero."""
+    nodes = [value if isinstance(value, Node) else number(value) for value in values]
+    return [*nodes[:masks], *map(as_number, nodes[masks:])]
 
 
 def _function(op: str) -> Callable[..., Node]:
-    return lambda *args: apply(op, *_nodes(*args))
+    return lambda *args: apply(op, *_nodes(*args, masks=MASKS.get(op, 0)))
 
 
 def _composite(function: Callable[..., Node]) -> Callable[..., Node]:
@@ -262,7 +266,7 @@ def _same(x: Node, **options: Any) -> Node:
     dtype = options.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"it casts to {dtype}")
-    return x
+    return x if dtype is None else as_number(x)
 
 
 def _constant(value: float) -> Callable[..., Node]:
@@ -272,7 +276,7 @@ def _constant(value: float) -> Callable[..., Node]:
 _FUNCTIONS = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p", "expm1", "sin", "cos", "relu",
               "mul", "maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne", "where", "pow")  # fmt: skip
 _COMPOSITES = ("silu", "mish", "softplus", "leaky_relu", "elu", "celu", "hardsigmoid", "hardswish", "hardtanh",
-               "reciprocal", "threshold", "hardshrink", "softshrink")  # fmt: skip
+               "reciprocal", "sign", "threshold", "hardshrink", "softshrink")  # fmt: skip
 
 _MEANINGS: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name): _function(name) for name in _FUNCTIONS},
@@ -291,6 +295,7 @@ _MEANINGS: dict[Any, Callable[..., Any]] = {
     _aten.log2: lambda x: _scaled(apply("log", x), 1 / math.log(2)),
     _aten.log_sigmoid_forward: _composite(composites.logsigmoid),
     _aten.addcmul: _addcmul,
+    _aten.isnan: lambda x: apply("ne", x, x),
     _aten.masked_fill: lambda x, mask, value: apply("where", mask, *_nodes(value, x)),
     _aten.logical_and: _function("and"),
     _aten.logical_or: _function("or"),

@@ -12,7 +12,7 @@ from tests.tools.rewrite_harness import compiled
 
 _TINY = torch.finfo(torch.float32).tiny
 VALUES = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -3.0, 30.0, -30.0, 100.0, -100.0, 1e30, -1e30, _TINY / 2, -_TINY / 4]
-VALUES += [math.inf, -math.inf, math.nan]
+VALUES += [math.inf, -math.inf, math.nan, 0.1]
 
 
 class LayerOfValues(nn.Module):
@@ -75,6 +75,19 @@ UNGATED = {
     "clamp above": (lambda h: h.clamp(max=3), ANY),
     "minimum": (lambda h: torch.minimum(h, torch.ones_like(h)), ANY),
     "maximum of both": (lambda h: torch.maximum(h, 0.5 * h), ONE),
+    "either of two masks": (lambda h: torch.where((h > 0) | (h < -2), h, 0), ANY),
+    "neither of two masks": (lambda h: h * ~((h > 0) | (h < -2)), ANY),
+    "equal": (lambda h: torch.where(h == 0.5, 2, h), ANY),
+    "unequal": (lambda h: h * (h != 0.5), ANY),
+    "equal to itself": (lambda h: torch.where(h == h, h, 0), ANY),
+    "no NaN": (lambda h: torch.where(torch.isnan(h), 0, h), ANY),
+    "above a number that bf16 rounds": (lambda h: torch.where(h > 0.1, 2, h), ANY),
+    "clamp at a number that bf16 rounds": (lambda h: h.clamp(max=0.1), ANY),
+    "sign": (lambda h: h * h.sign(), ANY),
+    "hardswish": (lambda h: F.hardswish(h.masked_fill(h != h, 0)), ANY),
+    "chosen of what is chosen": (lambda h: torch.where(h > 3, h.clamp(max=30), F.relu(h + 1)), ANY),
+    "elu of what is chosen": (lambda h: F.elu(h.masked_fill(h < -1, 0)), ANY),
+    "maximum of what is chosen": (lambda h: torch.maximum(h.relu(), h.clamp(-3, -1)), ANY),
     "reciprocal": (lambda h: 1 / h, ANY),
     "quotient": (lambda h: 3 / (h.abs() + 1), ONE),
     "softplus": (F.softplus, ONE),

@@ -9,11 +9,8 @@ from functools import reduce
 
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.composites import COMPOSITES
-from moeblaze_ops.kernels.formulas.expression import ARITY, ONE, ZERO, Node, apply, number, symbols_of
+from moeblaze_ops.kernels.formulas.expression import ARITY, MASKS, Node, apply, as_number, number, symbols_of
 from moeblaze_ops.lowering.index_notation.expr import SCALED, Expr, complement_of
-
-_OF_MASKS = {"where": 1, "or": 2}
-"""How many of a function's first arguments are masks."""
 
 
 class NoFormulaError(ValueError):
@@ -36,8 +33,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
 
     def read_number(e: Expr) -> Node:
         """A mask as the number that it is in index notation."""
-        node = read(e)
-        return apply("where", node, ONE, ZERO) if node.is_logical else node
+        return as_number(read(e))
 
     def _read(e: Expr) -> Node:
         match e.kind:
@@ -63,7 +59,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
             params = tuple(none if bound is None else bound for bound, none in zip(params, (-math.inf, math.inf), strict=True))
         if not all(isinstance(param, int | float) for param in params):
             raise ValueError(f"'{name}' of a number that only a call tells")
-        of_masks = _OF_MASKS.get(name, 0)
+        of_masks = MASKS.get(name, 0)
         operands = [*map(read, args[:of_masks]), *map(read_number, args[of_masks:]), *map(number, params)]
         if name == SCALED:
             return apply("mul", *operands)

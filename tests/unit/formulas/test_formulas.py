@@ -141,6 +141,10 @@ class _Glu(nn.Module):
         (lambda h: (h.float() * 2).to(h.dtype), "h * 2.0"),
         (lambda h, slope=0.2: F.leaky_relu(h, slope), "where(h > 0.0, h, h * 0.2)"),
         (lambda h: h.masked_fill(h < 0, 0.5), "where(h < 0.0, 0.5, h)"),
+        (lambda h: h * (h > 0), "h * where(h > 0.0, 1.0, 0.0)"),
+        (lambda h: h * (1 - (h > 0).to(h.dtype)), "h * (1.0 - where(h > 0.0, 1.0, 0.0))"),
+        (lambda h: h.masked_fill(h.isnan() | (h == 0.5), 0), "where((h != h) | (h == 0.5), 0.0, h)"),
+        (lambda h: h + h.sign(), "h + where(h > 0.0, 1.0, where(h < 0.0, -1.0, 0.0))"),
     ],
 )
 def test_function_is_traced(function, expected):

@@ -79,6 +79,17 @@ def test_infinities_and_nan_come_out_as_in_fp64(name):
         torch.testing.assert_close(a[known], exact[known].float(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["swiglu_clamped", "swiglu_limited", "swiglu_other_limits"])
+def test_no_gradient_passes_a_clamp(name):
+    """An infinite one neither, whatever the other half is, NaN aside."""
+    numbers = torch.tensor([0.0, 1.0, -1.0, 11.0, -11.0, 50.0, torch.inf, -torch.inf], dtype=torch.float64)
+    gate, up = torch.cartesian_prod(numbers, numbers).unbind(1)
+    program = gradient_program(FORMULAS.get(name, name), is_short=True)
+    _, dgate, dup = run_short(program, [gate, up, torch.full_like(gate, torch.inf)], np.float32)
+    assert not dgate[gate > 10].any()
+    assert not dup[up.abs() > 10].any()
+
+
 @pytest.mark.parametrize("function", ["tanh", "sigmoid", "softplus", "expm1", "silu", "mish", "gelu_tanh", "sin"])
 def test_values_keep_their_digits(function):
     """Where they are small, too: down to 1e-20, and from both ends."""
