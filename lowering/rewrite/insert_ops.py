@@ -55,7 +55,7 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         ids_TK = _without_dropped(insert, match, ids_TK)
     for mask in (scale for scale in match.scales if scale.is_mask):
         masked = insert.call(torch.ne if mask.is_negated else torch.eq, insert.rows(mask.operand, mask.width), 0)
-        ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
+        ids_TK = insert.call("masked_fill", ids_TK, masked, _no_expert(match))
     experts_TK = numbered(insert, match.numbers, ids_TK) if match.numbers else ids_TK
     out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
     if match.zero_computation:
@@ -97,14 +97,19 @@ def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> 
 
 
 def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
-    """Ids with -1 for those whose expert has no room for the token."""
+    """Ids of no expert for those whose expert has no room for the token."""
     index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
     kept = insert.rows(match.kept, match.E, match.K)
     if match.kept.of_slots:
         kept_TK = insert.call("squeeze", insert.call("gather", kept, 2, insert.call("unsqueeze", index, 2)), 2)
     else:
         kept_TK = insert.call("gather", kept, 1, index)
-    return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
+    return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), _no_expert(match))
+
+
+def _no_expert(match: MoEMatch) -> int:
+    """An id below those of all experts."""
+    return min((0, *match.numbers, *(number for own in match.zero_computation for number in own.numbers))) - 1
 
 
 def _insert_layer(

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.corpus.fuzz.run import check
 from tests.corpus.zoo.catalogue import grouped_mm_fallback
-from tests.tools.rewrite_harness import rewrite_of
+from tests.tools.rewrite_harness import compiled, rewrite_of
 
 
 class StacksOfSortedIds(nn.Module):
@@ -111,3 +111,25 @@ def test_no_choices():
 
     router, (up, down) = nn.Linear(8, 3), (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
     assert rewrite_of(layer, torch.randn(2, 5, 8)).reasons == ["EXPERT_COVERAGE"]
+
+
+def test_an_expert_numbered_minus_one():
+    """What goes to no expert has an id that none of them has."""
+
+    def layer(x):
+        weights, ids = router(x).softmax(-1).topk(1)
+        skipped = ids == 2
+        weights, ids = weights.masked_fill(skipped, 0.0), ids.masked_fill(skipped, 0)
+        out = torch.zeros_like(x)
+        for number, up, down in zip((0, -1, 2), ups, downs, strict=True):
+            token, slot = torch.where(ids == number)
+            out[token] += down(up(x[token]).relu()) * weights[token, slot, None]
+        return out
+
+    torch.manual_seed(0)
+    router, (ups, downs) = nn.Linear(8, 3), (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+    x = torch.randn(16, 8)
+    run, rewriting = compiled(layer)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(run(x), layer(x))
+    assert rewriting.rewritten
