@@ -53,8 +53,13 @@ def turned(scores, token, ids, weights):
     return scores.t().index_put((ids, token[:, None]), weights).t()
 
 
+def by_the_tokens_own_number(scores, token, ids, weights):
+    return column(scores, token, token[:, None] % E, weights[:, :1])
+
+
 @pytest.mark.parametrize(("place", "chosen"), [
     (column, K), (added_in_place, 1), (expanded, K), (one_after_another, 1), (accumulated, K), (turned, K),
+    (by_the_tokens_own_number, K),
 ])  # fmt: skip
 def test_placed(place, chosen):
     backend = check_against_eager(Layer(place, chosen), torch.randn(7, D))
@@ -75,17 +80,11 @@ def counted_from_the_end(scores, token, ids, weights):
     return column(scores, token, ids - 1, weights)
 
 
-def at_one_place(scores, token, ids, weights):
-    return column(scores, token, token[:, None] % E, weights[:, :1])
-
-
 def in_every_row_of_a_block(scores, token, ids, weights):
     """The tokens of one pair are 0, 0, 1, 1, ..., those of the ids are others."""
     return column(scores, token, ids[(token // 2)[:, None], torch.arange(ids.shape[1])], weights).cumsum(0)
 
 
-@pytest.mark.parametrize(
-    "place", [of_another_token, of_one_expert_twice, counted_from_the_end, at_one_place, in_every_row_of_a_block]
-)
+@pytest.mark.parametrize("place", [of_another_token, of_one_expert_twice, counted_from_the_end, in_every_row_of_a_block])
 def test_placed_elsewhere(place):
     assert not check_against_eager(Layer(place), torch.randn(7, D)).rewritten
