@@ -98,15 +98,20 @@ _WEIGHTS = {
 def _weighted(slope: Node, computed: set[Node], is_short: bool) -> Node:
     """``da * slope``, multiplied so that da, and what is behind a condition, end their lives in registers early.
 
-    If ``is_short``, a condition is on what da is in, where the rest has bounds: of NaN the product is NaN, and not zero.
+    If ``is_short``, a condition is on one factor where the other has bounds, since behind the product it spills: on the one that
+    da is not in, if it can be, as on da a step of swiglu_clamped takes 3% longer. Where da is infinite it gives NaN then.
     """
     if slope.op == "mul" and slope not in computed:
         small, large = sorted(slope.args, key=lambda factor: (factor.is_number, sum(1 for _ in below(factor))))
         return times(times(_DA, small), large)
     if slope.op == CHOICE:
         mask, weighted = slope.args[0], _weighted(slope.args[1], computed, is_short)
-        if is_short and weighted.op == "mul" and _is_bounded(weighted.args[1], mask):
-            return apply("mul", choice(mask, weighted.args[0]), weighted.args[1])
+        if is_short and weighted.op == "mul":
+            of_da, other = weighted.args
+            if of_da.op == "mul" and _is_bounded(of_da.args[1], mask):
+                return apply("mul", of_da, choice(mask, other))
+            if _is_bounded(other, mask):
+                return apply("mul", choice(mask, of_da), other)
         return choice(mask, weighted)
     return times(_DA, slope)
 
