@@ -27,6 +27,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     TooLarge,
     factors_of,
     is_hidden,
+    key_and_number,
     split_number,
     subexpressions,
 )
@@ -314,23 +315,24 @@ class Evaluator(IndexingRules):
         e = self.element(x, indices, depth)
         outside = [f for f in factors_of(e) if f.free.isdisjoint(indices[-1].free)]
         inside = self.algebra.mul(*(f for f in factors_of(e) if f not in outside))
+        if not inside.has_dot or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
+            return self.algebra.leaf(value, indices)
         told = [i for leaf in subexpressions(e, lambda s: s.kind == "leaf") for i in leaf.args[1]] + [*self._of_true_elements(e)]
-        apart = all(tells(self.algebra, told, var) for index in indices for var in index.free)
-        if not (apart and inside.has_dot) or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
+        if not all(tells(self.algebra, told, var) for index in indices for var in index.free):
             return self.algebra.leaf(value, indices)
         places = tuple(index.args[0] for index in indices if index.kind == "const")  # of one expression two have two draws
         return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn, places))
 
     def _of_true_elements(self, e: Expr) -> Iterator[Expr]:
         """What is one number for all true elements of a mask, such as the ids of the rows of one expert; of masks in ``e``."""
-        for place in subexpressions(e, lambda s: s.kind == "nonzero" or self.key_in_run(s) is not None):
-            if (key := self.key_in_run(place)) is not None:
+        for read in subexpressions(e, lambda s: s.kind == "nonzero" or (s.kind == "leaf" and s.args[0].op == "argsort")):
+            row = read.args[2] if read.kind == "nonzero" else read.args[1][0]
+            if (key := self.key_in_run(read, row)) is not None:
                 yield key
-                continue
-            for hit in factors_of(self.element(place.args[0], tuple(self.algebra.true_place(*place.args[::2])))):
-                if hit.kind == "eq" and any(side.kind == "const" for side in hit.args):
-                    yield from (side for side in hit.args if side.kind != "const")
-            yield from self._of_true_elements(place.args[2])
+            elif read.kind == "nonzero":
+                hits = factors_of(self.element(read.args[0], tuple(self.algebra.true_place(read.args[0], row))))
+                yield from (key for key, _ in map(key_and_number, hits) if key is not None)
+            yield from self._of_true_elements(row)
 
     # Reductions.
 

@@ -185,18 +185,15 @@ class GroupRules:
             size = size * var.args[1]
         return same_size(size, keys.shape[0]) and self.element(keys, (self.algebra.linear(0, position),)) is own
 
-    def key_in_run(self, read: Expr) -> Expr | None:
+    def key_in_run(self, read: Expr, row: Expr) -> Expr | None:
         """The number of the group of a row, of which ``read`` is what it has at its place in the order that made the groups."""
-        row = read.args[1][0] if read.kind == "leaf" and read.args[1] else read.args[2] if read.kind == "nonzero" else read
         run = self.run(row.args[0]) if row.kind == "nonzero" and row.args[0].op == "between" else None
-        if run is None or row is read:
+        if run is None:
             return None
         order = read.args[0]
         if read.kind == "nonzero":
-            by_axis = self.counts_true(run.var, run.counts, order, 0)
-            return self.algebra.true_place(order, row)[0] if by_axis else None
-        is_order = order.op == "argsort" and self._counts(run.var, run.counts, order.args[0])
-        return self.element(order.args[0], (read,)) if is_order else None
+            return self.algebra.true_place(order, row)[0] if self.counts_true(run.var, run.counts, order, 0) else None
+        return self.element(order.args[0], (read,)) if self._counts(run.var, run.counts, order.args[0]) else None
 
     def counts_true(self, number: Expr, counts: Expr, mask: Value, dim: int) -> bool:
         """Whether ``counts`` is how many true elements of a mask have ``number`` as their index of one axis, of all of it."""

@@ -199,9 +199,9 @@ class _Reader:
         if scores.op == "softmax":
             return ("softmax", scores.args[0]) if scores.args[1] == last else None
         node = scores.node
-        if scores.op != "opaque" or target_name(node) != "softmax" or not node.args or self._view.is_without_gradient(node):
+        if scores.op != "opaque" or scores is not self._view.opaque(node):  # else it was written to
             return None
-        if scores is not self._view.opaque(node):  # written to by an alias
+        if target_name(node) != "softmax" or not node.args or self._view.is_without_gradient(node):
             return None
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         return ("softmax", self._view.value_at(node.args[0], self._view.position[node])) if dim in (-1, last) else None

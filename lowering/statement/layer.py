@@ -83,10 +83,10 @@ class Statement:
                 continue
             if match.weights_on_input and slots == "inside" and not self._has_one_slot_each():
                 continue
-            if experts == "listed" and match.K != 1 and self._most_of_one_draw() * match.E > num_terms:
-                continue  # two slots of a token have the same elements dropped
             if num_terms != (match.E if experts == "listed" else 1) * (match.K if slots == "listed" else 1):
                 continue
+            if experts == "listed" and match.K != 1 and self._most_of_one_draw() * match.E > num_terms:
+                continue  # two slots of a token have the same elements dropped
             yield Form(experts, slots)
             if match.weights_on_input and is_zero_at_zero(match.activation) and not match.b_up and match.b_down is None:
                 yield Form(experts, slots, masked=False)
