@@ -13,6 +13,7 @@ from moeblaze_ops.lowering.patches import Replacement
 from moeblaze_ops.lowering.torch_internals.frames import dynamo_config
 from moeblaze_ops.lowering.tracing import calls
 from moeblaze_ops.lowering.tracing.branches import Branches
+from moeblaze_ops.lowering.tracing.einsum_paths import paths_of_any_sizes
 
 _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
 
@@ -28,7 +29,7 @@ def tracing(branches: Branches) -> Iterator[None]:
     if branches.traces:
         changed["capture_scalar_outputs"] = True
     try:
-        with dynamo_config.patch(changed):
+        with dynamo_config.patch(changed), paths_of_any_sizes():
             yield
     finally:
         _current.reset(token)

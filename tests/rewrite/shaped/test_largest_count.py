@@ -104,6 +104,27 @@ def test_places_of_scaled_tokens():
     of_numbers._check(Scaled(of_a_mask), 1)
 
 
+def test_paths_of_einsums_compare_no_unknown_sizes(monkeypatch):
+    """Where opt_einsum is installed, torch asks it for the order of three operands, and it compares sizes."""
+
+    class Paths:
+        def contract_path(self, equation, *operands, **options):
+            sorted(operand.numel() for operand in operands)
+            return [(0, 1)] * (len(operands) - 1), None
+
+    class Weighted(Layer):
+        def forward(self, x):
+            combine = self.capacity(self.gate(x).softmax(dim=1))
+            rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)
+            outputs = torch.stack([expert(part) for expert, part in zip(self.experts, rows, strict=True)])
+            return torch.einsum("s,sec,ecm->sm", torch.full_like(x[:, 0], 0.5), combine, outputs)
+
+    monkeypatch.setattr(torch.backends.opt_einsum.m, "enabled", True)
+    monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.opt_einsum, "get_opt_einsum", Paths)
+    of_numbers._check(Weighted(of_priorities), 1)
+
+
 @pytest.mark.parametrize("places", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_other_numbers_of_places(places):
     of_numbers._check(Layer(places), 0)
