@@ -30,7 +30,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
-from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
+from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
@@ -167,11 +167,9 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
     for node in reversed(list(graph.nodes)):
         if node._erased:
             continue
-        if (most := most_true(node)) is not None:
-            _drop_range_assertions(node, most)
         is_call = node.op in ("call_function", "call_method")
         for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
-        unread = node in other or most is not None or for_nothing
+        unread = node in other or tells_of_data(node) or for_nothing
         if unread and not node.users and node not in assertions:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -179,26 +177,6 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
         if not operator._erased and not written_nodes(operator):  # a write that nobody reads goes later
             added.undo()
     graph.owning_module.recompile()
-
-
-_READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", "len", "ge", "le", "_assert_scalar", "int"))
-"""Operators that tell a number on the host, and assert in which range it is."""
-
-
-def _drop_range_assertions(node: fx.Node, most: float) -> None:
-    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is no more than ``most``."""
-    found: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            found[user] = None
-            stack.append(user)
-    in_range = all(is_in_range(user, most) for user in found if target_name(user) == "_assert_scalar")
-    if {target_name(user) for user in found} <= _READS and in_range:
-        while unread := [user for user in found if not user.users]:
-            for user in unread:
-                del found[user]
-                user.graph.erase_node(user)
 
 
 class _Known:
