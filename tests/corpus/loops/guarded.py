@@ -322,6 +322,7 @@ _CHANGES = {
     "share_of_one_slot": (  # of two slots with one expert one is stored
         positive_share, ("    scores =", "    ids = ids // 2\n    scores ="),
     ),
+    "share_of_one_at_least": (positive_share, ("if mask.any()", "if scores[:, e].sum() >= 1")),
     "share_of_the_next": (positive_share, ("if mask.any()", "if (scores[:, e - 1] > 0).any()")),
     "hit_counted": (
         _hit, (_BEGIN, "out, hits = torch.zeros_like(x), 0\n"), (_RETURN, "        hits = hits + 1\n    return out * hits"),
