@@ -9,6 +9,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -162,19 +163,26 @@ class Zeros:
     def _is_product(self, bound: frozenset[Expr], factors: list[Expr], of: Iterable[Expr]) -> bool:
         """True if all ``factors`` are among those of a product, for some values of the bound variables: for any that it tries."""
         known = set(of)
-        leaves = [[*_leaves(each)] for each in (factors, known)]
-        own = [leaf for leaf in leaves[0] if not bound.isdisjoint(leaf.free)]
-        if not {leaf.args[0] for leaf in own} <= {leaf.args[0] for leaf in leaves[1]}:
+        used = bound & frozenset().union(*(factor.free for factor in factors))
+        own, read = ([*_leaves(each)] for each in (factors, known))
+        own = [leaf for leaf in own if not used.isdisjoint(leaf.free)]
+        if not {leaf.args[0] for leaf in own} <= {leaf.args[0] for leaf in read}:
             return False
-        for values in self._values(own, leaves[1], bound, {}):
-            if all(self.algebra.substitute(factor, values) in known for factor in factors):
-                return True
+        # The number of an expert is compared with ids, and need not be where anything is read.
+        numbers = {side for each in known for hit in subexpressions(each, lambda e: e.kind == "eq") for side in hit.args}
+        for found in self._values(own, read, used, {}):
+            others = [var for var in used if var not in found]
+            for chosen in product(numbers, repeat=len(others)):
+                fits = all(self.algebra.fits(*pair) for pair in zip(chosen, (var.args[1] for var in others), strict=True))
+                values = found | dict(zip(others, chosen, strict=True))
+                if fits and all(self.algebra.substitute(factor, values) in known for factor in factors):
+                    return True
         return False
 
     def _values(
         self, patterns: list[Expr], leaves: list[Expr], bound: frozenset[Expr], values: dict[Expr, Expr]
     ) -> Iterator[dict[Expr, Expr]]:
-        """Values of the bound variables at which the elements ``patterns`` are some of the ``leaves``."""
+        """Values of bound variables at which the elements ``patterns`` are some of the ``leaves``."""
         if not patterns:
             yield values
             return
