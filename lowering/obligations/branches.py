@@ -263,7 +263,7 @@ class _Proof:
         if not isinstance(condition, sympy.core.relational.Relational):
             condition = sympy.Ne(condition, 0)
         constant, terms = self._terms(condition.lhs - condition.rhs)
-        sizes = {size: times for size, times in constant.as_coefficients_dict().items() if size in self.masks}
+        sizes = {s: times for s, times in constant.as_coefficients_dict().items() if s.is_Symbol and s in self.masks}
         constant -= sum(times * size for size, times in sizes.items())
         return all_zero(condition.func, constant, {**terms, **sizes}, truth) if constant.is_Integer else []
 
