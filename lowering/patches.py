@@ -185,14 +185,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _replace(owner: Any, attribute: str, replacement: Callable, undo: list[Callable[[], None]]) -> None:
-    """Put a function where torch finds it: in a module, in a class and, from torch 2.14 on, in a table of the class.
-
-        x.item()        `TensorVariable.method_item`, or what `TensorVariable.tp_methods["item"]` holds
-    """
+    """Put a function where torch finds it, in a module or in a class."""
     kept, is_own = inspect.getattr_static(owner, attribute), attribute in vars(owner)
-    for entry in getattr(owner, "tp_methods", {}).values():
-        if entry.handler is kept:
-            undo.append(functools.partial(setattr, entry, "handler", kept))
-            entry.handler = replacement
     setattr(owner, attribute, property(replacement) if isinstance(kept, property) else replacement)
     undo.append(functools.partial(setattr, owner, attribute, kept) if is_own else functools.partial(delattr, owner, attribute))

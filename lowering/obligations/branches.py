@@ -22,20 +22,18 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
-from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
-from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
+from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
-from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
+from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
 from moeblaze_ops.lowering.undoable_edits import Edits
 
 
@@ -167,11 +165,9 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
     for node in reversed(list(graph.nodes)):
         if node._erased:
             continue
-        if (most := most_true(node)) is not None:
-            _drop_range_assertions(node, most)
         is_call = node.op in ("call_function", "call_method")
         for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
-        unread = node in other or most is not None or for_nothing
+        unread = node in other or tells_of_data(node) or for_nothing
         if unread and not node.users and node not in assertions:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -179,26 +175,6 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
         if not operator._erased and not written_nodes(operator):  # a write that nobody reads goes later
             added.undo()
     graph.owning_module.recompile()
-
-
-_READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", "len", "ge", "le", "_assert_scalar", "int"))
-"""Operators that tell a number on the host, and assert in which range it is."""
-
-
-def _drop_range_assertions(node: fx.Node, most: float) -> None:
-    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is no more than ``most``."""
-    found: dict[fx.Node, None] = {}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            found[user] = None
-            stack.append(user)
-    in_range = all(is_in_range(user, most) for user in found if target_name(user) == "_assert_scalar")
-    if {target_name(user) for user in found} <= _READS and in_range:
-        while unread := [user for user in found if not user.users]:
-            for user in unread:
-                del found[user]
-                user.graph.erase_node(user)
 
 
 class _Known:
@@ -263,46 +239,33 @@ class _Proof:
     def assume(self) -> bool:
         """Learn what is zero without the work."""
         condition, works_if, _ = self.begin.args
-        skips_if = not works_if
-        fake = fake_of(condition)
+        fake, known = fake_of(condition), False
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
-            if element is not None and element.kind == "eq":  # of two running counts
-                sides = (Counter(written_out(self.evaluator.algebra, side)) for side in element.args)
-                less, more = sorted(sides, key=Counter.total)
-                if less <= more and (more - less).total() == 1 and all(map(is_count, more)):
-                    (added,) = more - less
-                    element = self.evaluator.algebra.eq(added, self.evaluator.algebra.zero)
-            zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
-            if zero is None:
-                return False
-            self.zeros.add(zero)
-            return True
-        return self._assume_number(fake.node.expr, skips_if)
+            zeros = [] if element is None else zero_where(self.evaluator.algebra, element, not works_if)
+        else:
+            zeros = self._zero_numbers(fake.node.expr, not works_if)
+        for zero in zeros:
+            is_size = not isinstance(zero, Expr)
+            elements = map(self._element, self.masks.get(zero, ())) if is_size else [zero]
+            for element in filter(None, elements):
+                self.zeros.add(element)
+                known = True
+            if is_size and known:
+                self.zeros.add_size(zero)
+        return known
 
-    def _assume_number(self, condition: sympy.Basic, truth: bool) -> bool:
-        """Learn that a number is zero, or that two running sums are equal: what is added in between is."""
+    def _zero_numbers(self, condition: sympy.Basic, truth: bool) -> list[Expr | Size]:
+        """Counts, and sizes of what masks select, that are zero where a comparison of their sum with a number is ``truth``.
+
+            ends[e] == ends[e - 1]          of running sums: what is added in between is
+        """
         if not isinstance(condition, sympy.core.relational.Relational):
             condition = sympy.Ne(condition, 0)
         constant, terms = self._terms(condition.lhs - condition.rhs)
-        signs = {times > 0 for times in terms.values()}
-        known = False
-        counts = [zero_if(self.evaluator.algebra, e, False) for e in terms]
-        if constant.is_Integer and len(signs) == 1 and None not in counts:
-            number = sympy.Symbol("number")
-            compared = condition.func(constant + (number if signs == {True} else -number), 0)
-            is_flag = len(terms) == 1 and all(map(is_indicator, terms))
-            if known := is_zero_at(compared, number, truth, is_flag=is_flag):
-                for e in counts:
-                    self.zeros.add(e)
-        for size in condition.free_symbols if len(condition.free_symbols) == 1 else ():
-            for mask in self.masks.get(size, ()):
-                if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
-                    self.zeros.add(element)
-                    known = True
-            if known:
-                self.zeros.add_size(size)
-        return known
+        sizes = {s: times for s, times in constant.as_coefficients_dict().items() if s.is_Symbol and s in self.masks}
+        constant -= sum(times * size for size, times in sizes.items())
+        return all_zero(condition.func, constant, {**terms, **sizes}, truth) if constant.is_Integer else []
 
     def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
         """A size as a constant, and how often each count is added to it."""
@@ -312,11 +275,10 @@ class _Proof:
             if element is None or not times.is_Integer:
                 constant += times * symbol
                 continue
-            for term in written_out(self.evaluator.algebra, element):
-                if term.kind == "const":
-                    constant += times * term.args[0]
-                else:
-                    terms[term] += int(times)
+            number, added = summed(self.evaluator.algebra, element)
+            constant += times * number
+            for term, number in added.items():
+                terms[term] += int(times) * number
         return constant, Counter({term: times for term, times in terms.items() if times})
 
     def _elements(self, size: Size) -> Iterator[Expr]:

@@ -1,6 +1,5 @@
 """Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
-import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -107,30 +106,18 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]
         return any(free_unbacked_symbols(tensor) for tensor in tensors)
 
     nodes = all_nodes(gm)
-    dependent = {node for node in nodes if depends_on_data(node) or (most_true(node) is not None and target_name(node) != "item")}
+    dependent = {node for node in nodes if depends_on_data(node) or (tells_of_data(node) and target_name(node) != "item")}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item" and not is_of_host(node)}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return [node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE]
 
 
-def most_true(node: fx.Node) -> float | None:
-    """The largest number that comes to the host from a flag, or as how many elements are true or counted; else None."""
-    fake = fake_of(node)
-    if target_name(node) == "item" and isinstance(fake, torch.SymBool):
-        return 1
-    if target_name(node) == "bincount":
-        return math.inf
-    if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
-        return None
-    size = fake_of(node.args[0]).numel()
-    return size if isinstance(size, int) else None
-
-
-def is_in_range(assertion: fx.Node, most: float) -> bool:
-    """Whether what is asserted of a number is so of every one from 0 to ``most``."""
-    compared = assertion.args[0]
-    name, number = (target_name(compared), compared.args[1]) if isinstance(compared, fx.Node) else ("", None)
-    return isinstance(number, int) and (number <= 0 if name == "ge" else name in ("le", "lt") and number >= most + (name == "lt"))
+def tells_of_data(node: fx.Node) -> bool:
+    """True if a node brings a flag to the host, or gives as many elements as are true of a mask, or as numbers are counted."""
+    name = target_name(node)
+    if name == "item":
+        return isinstance(fake_of(node), torch.SymBool)
+    return name == "bincount" or (name in ("nonzero", "where", "argwhere", "unique") and len(node.args) == 1)
 
 
 def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:

@@ -2,75 +2,80 @@
 
     any(ids == e) is false      ->  [ids[t, k] = e] is 0 for all t, k;  nonzero(ids == e) has 0 rows
     any(ids[:, 0] == e)         ->  [ids[t, 0] = e] is 0, [ids[t, 1] = e] is not known
+    counts[e] < 2               ->  nothing is: there may be one
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
-import sympy
 import torch
 
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-_IS_ZERO_IF = {
-    ("eq", 0): True, ("ne", 0): False, ("gt", 0): False, ("le", 0): True, ("lt", 1): True, ("ge", 1): False,
-}  # fmt: skip
-"""Comparisons with a number of what is no less than zero, and whether it is zero where they are true."""
-
 
 _WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16))
 """Dtypes in which a count that is not zero may become zero."""
 
-
-def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
-    """What is zero where ``e`` is ``truth``, a sum of what is never negative; None if nothing is known to be."""
-    if e.kind == "cast" and e.args[0] not in _WRAPPING:
-        e = e.args[1]
-    if e.kind == "call" or e.kind == "eq":
-        name, (a, b) = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1] if len(e.args[1]) == 2 else (e, e))
-        if a.kind == "const" and name == "eq":
-            a, b = b, a
-        if b.kind == "const" and _IS_ZERO_IF.get((name, b.args[0])) is truth and _is_count(a):
-            return a
-        if name == "not":
-            return zero_if(algebra, e.args[1][0], not truth)
-    if not truth:
-        return e if _is_count(e) else None
-    terms = e.args if e.kind == "add" else [e]
-    negated = algebra.add(algebra.one, *(algebra.mul(algebra.const(-1), term) for term in terms))
-    return zero_if(algebra, negated, False)
+_RELATIONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
-def _is_count(e: Expr) -> bool:
-    """Whether an expression is a sum of products of zeros, ones and weights, which is zero only where all of them are."""
-    if e.kind == "add":
-        return all(map(_is_count, e.args))
-    return is_count(e) or fades(e) or (e.kind == "const" and e.args[0] >= 0)
+def zero_where(algebra: Algebra, e: Expr, truth: bool) -> list[Expr]:
+    """What is zero, and never negative, where ``e`` is ``truth``; nothing if that is not known of anything."""
+    e = _unwrapped(e)
+    if e.kind == "call" and e.args[0] == "not":
+        return zero_where(algebra, e.args[1][0], not truth)
+    name, sides = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1]) if e.kind == "call" else ("", ())
+    if name in _RELATIONS:
+        (one, of_one), (other, of_other) = (summed(algebra, side) for side in sides)
+        of_one.subtract(of_other)
+        return all_zero(getattr(operator, name), one - other, of_one, truth) or ([] if truth else [e])
+    found = all_zero(operator.ne, *summed(algebra, e), truth)
+    return [zero for term in found for zero in ([e] if term is e else zero_where(algebra, term, False))]
 
 
-def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_flag: bool) -> bool:
-    """Whether ``size``, no less than zero, is zero wherever a comparison of it with a number is ``truth``.
+def summed(algebra: Algebra, e: Expr) -> tuple[float, Counter[Expr]]:
+    """A sum as a number, and how often each of its other terms is added to it."""
+    constant, terms = 0, Counter[Expr]()
+    for number, factors in map(split_number, written_out(algebra, e)):
+        if factors:
+            terms[algebra.mul(*factors)] += number
+        else:
+            constant += number
+    return constant, terms
 
-        u == 0 is true                  ->  yes
-        u > 2 is false                  ->  no: it may be two
+
+def all_zero(compare: Callable[[Any, Any], Any], constant: Any, terms: Mapping[Any, Any], truth: bool) -> list[Any]:
+    """The terms of a sum, counts and weights, if all are zero wherever a comparison of it with zero is ``truth``; else none.
+
+    Sizes of what a mask selects, which are no expressions, are counts.
+
+        count == 0 is true              ->  yes
+        count - 2 > 0 is false          ->  no: it may be two
+        weight - 1 < 0 is true          ->  no: it may be a half
     """
-    tested = (0, 1) if is_flag else (0, 1, 2, 3, 2**40)
-    if not isinstance(condition, sympy.core.relational.Relational):
-        condition = sympy.Ne(condition, 0)
-    difference = sympy.expand(condition.lhs - condition.rhs)
-    is_linear = difference.is_polynomial(size) and sympy.degree(difference, size) == 1  # not min(8, u)
-    if difference.free_symbols != {size} or not is_linear:
-        return False
-    return [condition.subs(size, number) == sympy.true for number in tested] == [truth, *[not truth] * (len(tested) - 1)]
+    numbers = {_unwrapped(term) if isinstance(term, Expr) else term: times for term, times in terms.items() if times}
+    counts = [not isinstance(term, Expr) or is_count(term) for term in numbers]
+    natural = all(is_one or fades(term) for is_one, term in zip(counts, numbers, strict=True))
+    if not natural or len({times > 0 for times in numbers.values()}) != 1:
+        return []
+    step = min(numbers.values(), key=abs)
+    is_flag = len(numbers) == 1 and all(isinstance(term, Expr) and is_indicator(term) for term in numbers)
+    tested = [step] if is_flag else [step, 2 * step, 3 * step, 2**40 * step, *([] if all(counts) else [math.ulp(0.0) * step])]
+    are_others = all(bool(compare(constant + number, 0)) is not truth for number in tested)
+    return list(numbers) if are_others and bool(compare(constant, 0)) is truth else []
 
 
-_NOT_UNIFIED = frozenset(("const", "var", "nonzero", "group", "inverse", "distinct"))
-"""Kinds of expressions that are the same object, or another one."""
+def _unwrapped(e: Expr) -> Expr:
+    """A count without a cast that leaves it zero only where it is."""
+    return e.args[1] if e.kind == "cast" and e.args[0] not in _WRAPPING and is_count(e.args[1]) else e
 
 
 class Zeros:
@@ -156,74 +161,48 @@ class Zeros:
                 yield from self._factors(self.algebra.substitute(body, {variable: fresh}))
 
     def _is_product(self, bound: frozenset[Expr], factors: list[Expr], of: Iterable[Expr]) -> bool:
-        """Whether all ``factors`` are among those of a product, for some values of the bound variables."""
-
-        def choose(rest: list[Expr], binding: dict[Expr, Expr]) -> bool:
-            if not rest:
-                return True
-            for candidate in of:
-                extended = dict(binding)
-                if self._unify(rest[0], candidate, bound, extended) and choose(rest[1:], extended):
+        """True if all ``factors`` are among those of a product, for some values of the bound variables: for any that it tries."""
+        known = set(of)
+        used = bound & frozenset().union(*(factor.free for factor in factors))
+        own, read = ([*_leaves(each)] for each in (factors, known))
+        own = [leaf for leaf in own if not used.isdisjoint(leaf.free)]
+        if not {leaf.args[0] for leaf in own} <= {leaf.args[0] for leaf in read}:
+            return False
+        # The number of an expert is compared with ids, and need not be where anything is read.
+        numbers = {side for each in known for hit in subexpressions(each, lambda e: e.kind == "eq") for side in hit.args}
+        for found in self._values(own, read, used, {}):
+            others = [var for var in used if var not in found]
+            for chosen in product(numbers, repeat=len(others)):
+                fits = all(self.algebra.fits(*pair) for pair in zip(chosen, (var.args[1] for var in others), strict=True))
+                values = found | dict(zip(others, chosen, strict=True))
+                if fits and all(self.algebra.substitute(factor, values) in known for factor in factors):
                     return True
-            return False
-
-        return choose(factors, {})
-
-    def _unify(self, pattern: Any, e: Any, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
-        """True if an argument of an expression is the pattern's for some values of the bound variables, noted in ``binding``."""
-        if isinstance(pattern, tuple):
-            return len(pattern) == len(e) and all(self._unify(p, a, bound, binding) for p, a in zip(pattern, e, strict=True))
-        if not isinstance(pattern, Expr):
-            return pattern == e
-        if pattern in bound:
-            return self.algebra.fits(e, pattern.args[1]) and binding.setdefault(pattern, e) is e
-        if pattern is e:
-            return True
-        if pattern.kind == e.kind == "distinct":
-            return all(are_distinct(self.algebra, *d.args) for d in (pattern, e))
-        if pattern.kind != e.kind or pattern.kind in _NOT_UNIFIED or pattern.free.isdisjoint(bound):
-            return False
-        parts, others = pattern.args, e.args
-        if pattern.kind in ("eq", "add", "mul"):
-            return self._unify_in_any_order(parts, others, bound, binding)
-        if pattern.kind == "linear":
-            return parts[0] == others[0] and self._unify_in_any_order(parts[1], others[1], bound, binding)
-        if pattern.kind == "leaf":
-            return parts[0] is others[0] and self._unify_indices(pattern, e, bound, binding)
-        if pattern.kind not in BINDERS:
-            return self._unify(parts, others, bound, binding)
-        (inner, body), (variable, other) = self.algebra.open(pattern), self.algebra.open(e)
-        same = inner is variable and self._unify((body, *parts[2:]), (other, *others[2:]), bound, binding)
-        return same and not any(variable in value.free for value in binding.values())
-
-    def _unify_in_any_order(self, patterns: tuple, terms: tuple, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
-        """Terms, factors or sides, each of which is one of the pattern's.
-
-            where((ids >= 2) * (ids < 5), ids - 2, E) == e          holds for no token of expert e, whatever t and k are
-        """
-        if len(patterns) != len(terms) or not patterns:
-            return len(patterns) == len(terms)
-        for number, term in enumerate(terms):
-            trial, others = dict(binding), terms[:number] + terms[number + 1 :]
-            if self._unify(patterns[0], term, bound, trial) and self._unify_in_any_order(patterns[1:], others, bound, trial):
-                binding.update(trial)
-                return True
         return False
 
-    def _unify_indices(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
-        """Indices of one tensor: a variable as long as the axis stands for whatever is read there."""
-        shape, indices = pattern.args[0].shape, pattern.args[1]
-        if (flat := self._of_flat(indices, e.args[1], shape)) is not None:
-            (position, value) = flat
-            return position in bound and binding.setdefault(position, value) is value
-        for axis, (p, a) in enumerate(zip(indices, e.args[1], strict=True)):
-            parts = self._parts(p, a, shape[axis], bound)
-            for part, value in parts:
-                if binding.setdefault(part, value) is not value:
-                    return False
-            if not parts and not self._unify(p, a, bound, binding):
-                return False
-        return True
+    def _values(
+        self, patterns: list[Expr], leaves: list[Expr], bound: frozenset[Expr], values: dict[Expr, Expr]
+    ) -> Iterator[dict[Expr, Expr]]:
+        """Values of bound variables at which the elements ``patterns`` are some of the ``leaves``."""
+        if not patterns:
+            yield values
+            return
+        first, *others = patterns
+        for leaf in leaves:
+            if leaf.args[0] is first.args[0]:
+                found = dict(self._read_at(first, leaf, bound))
+                if all(values.get(var, value) is value for var, value in found.items()):
+                    yield from self._values(others, leaves, bound, values | found)
+
+    def _read_at(self, pattern: Expr, leaf: Expr, bound: frozenset[Expr]) -> Iterator[tuple[Expr, Expr]]:
+        """What the variables in the indices of an element are where it is another element of that tensor."""
+        shape, indices, at = pattern.args[0].shape, pattern.args[1], leaf.args[1]
+        if (flat := self._of_flat(indices, at, shape)) is not None and flat[0] in bound:
+            yield flat
+            return
+        for p, a, size in zip(indices, at, shape, strict=True):
+            if p in bound and not same_size(p.args[1], size) and self.algebra.fits(a, p.args[1]):
+                yield p, a
+            yield from self._parts(p, a, size, bound)
 
     def _parts(self, p: Expr, a: Expr, size: Size, bound: frozenset[Expr]) -> list[tuple[Expr, Expr]]:
         """What the variables of an index that goes through a whole axis are, where it is ``a``.
@@ -254,3 +233,11 @@ class Zeros:
         if not same_size(size, shape[inner]) or not same_size(self.algebra.extent(flat) or -1, shape[0] * shape[1]):
             return None
         return flat, self.algebra.linear(0, [(1, values[inner]), (size, values[outer])])
+
+
+def _leaves(of: Iterable[Expr]) -> Iterator[Expr]:
+    """The elements of tensors that expressions are made of, those that they are indexed by among them."""
+    for e in of:
+        for leaf in subexpressions(e, lambda inner: inner.kind == "leaf"):
+            yield leaf
+            yield from _leaves(leaf.args[1])

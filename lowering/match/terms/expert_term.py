@@ -415,34 +415,26 @@ def _unscaled(
     """``hidden`` with every scaled projection written as the bare one, which then stands for the pre-activation.
 
     A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing; it is
-    not ``movable`` out of a sum with a bias.
+    not ``movable`` out of a sum with a bias. A mask stands once in a product, however often what it masks does.
     """
-    inverse = algebra.var(-4, 0, "r")
-    once = [s for s in scale if is_indicator(s)]
-    scaling = [inverse, *(s for s in scale if s not in once)]  # one of them twice where it is squared
+    once = Counter(s for s in scale if is_indicator(s))
 
-    def cancel(e: Expr) -> Expr:
-        if e.kind == "mul":
-            factors = [cancel(f) for f in e.args]
-            scaled = all(s in factors for s in once) and Counter(scaling) <= Counter(factors)
-            while scaled and Counter(scaling) <= Counter(factors):
-                for gone in scaling:
-                    factors.remove(gone)
-            return algebra.mul(*(f for f in factors if not (scaled and f in once)))
-        if e.kind == "add":
-            return algebra.add(*map(cancel, e.args))
-        if e.kind == "call":
-            return algebra.call(e.args[0], tuple(map(cancel, e.args[1])), *e.args[2])
-        return e
+    def bare(e: Expr) -> Expr:
+        if found := [f for f in factors_of(e) if f in halves]:
+            scaling = once + Counter([s for s in scale if s not in once] * len(found))
+            whole = scaling <= Counter(factors_of(e))
+            prove(whole, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
+            rest = Counter(factors_of(e)) - scaling - Counter(found)
+            return algebra.mul(*found, *map(bare, rest.elements()))
+        if e.kind in ("mul", "add"):
+            return getattr(algebra, e.kind)(*map(bare, e.args))
+        return algebra.call(e.args[0], tuple(map(bare, e.args[1])), *e.args[2]) if e.kind == "call" else e
 
-    marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
-    bare = cancel(algebra.mul(marked, *routing) if movable else marked)
-    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
     if not movable:
-        return bare, routing
-    inside = [f for f in factors_of(bare) if any(half in f.free for half in halves)]
-    outside = tuple(f for f in factors_of(bare) if f not in inside)
-    return algebra.mul(*inside), outside
+        return bare(hidden), routing
+    factors = factors_of(bare(algebra.mul(hidden, *routing)))
+    inside = [f for f in factors if any(half in f.free for half in halves)]
+    return algebra.mul(*inside), tuple(f for f in factors if f not in inside)
 
 
 def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Expr, Expr]:

@@ -227,8 +227,18 @@ def positive_share(self, x, weights, ids):
     return out
 
 
+def all_behind_one_guard(self, x, weights, ids):
+    """That no expert has a token says so of each."""
+    out = torch.zeros_like(x)
+    if F.one_hot(ids, len(self.experts)).any():
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
 GUARDED = (
-    positive_share, slots_by_division, slots_by_function, slots_of_turned_ids,
+    all_behind_one_guard, positive_share, slots_by_division, slots_by_function, slots_of_turned_ids,
     if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
     gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
 )  # fmt: skip
@@ -322,6 +332,8 @@ _CHANGES = {
     "share_of_one_slot": (  # of two slots with one expert one is stored
         positive_share, ("    scores =", "    ids = ids // 2\n    scores ="),
     ),
+    "some_behind_one_guard": (all_behind_one_guard, ("len(self.experts)).any", "len(self.experts))[..., 1:].any")),
+    "share_of_one_at_least": (positive_share, ("if mask.any()", "if scores[:, e].sum() >= 1")),
     "share_of_the_next": (positive_share, ("if mask.any()", "if (scores[:, e - 1] > 0).any()")),
     "hit_counted": (
         _hit, (_BEGIN, "out, hits = torch.zeros_like(x), 0\n"), (_RETURN, "        hits = hits + 1\n    return out * hits"),
