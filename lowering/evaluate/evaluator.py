@@ -131,11 +131,7 @@ class Evaluator(IndexingRules):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
                 continue
-            position, stride = [], 1
-            for a in reversed(outer_axes):
-                position.append((stride, indices[a]))
-                stride = stride * outer[a]
-            rest = self.algebra.linear(0, position)
+            rest = self.algebra.position([outer[a] for a in outer_axes], [indices[a] for a in outer_axes])
             group: list[Expr] = []
             for i, a in enumerate(reversed(inner_axes)):
                 last = i == len(inner_axes) - 1
@@ -186,17 +182,6 @@ class Evaluator(IndexingRules):
         read = (size != 1 or _is_only_feature(i) for size, i in zip(x.shape, tail, strict=True))
         own = tuple(i if is_read else self.algebra.zero for i, is_read in zip(tail, read, strict=True))
         return self.element(x, own, depth)
-
-    def _element_tile(self, value: Value, indices: Indices, depth: int) -> Expr:
-        (x,) = value.args
-        tail = indices[len(indices) - len(x.shape) :]
-        own = tuple(self.algebra.mod(i, size) for size, i in zip(x.shape, tail, strict=True))
-        return self.element(x, own, depth)
-
-    def _element_spread(self, value: Value, indices: Indices, depth: int) -> Expr:
-        x, dim, repeats = value.args
-        index = self.algebra.div(indices[dim], repeats)
-        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
 
     def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, dim = value.args

@@ -83,7 +83,7 @@ class IndexingRules(RunRules):
         if mask.op != "reshape" or len(mask.shape) != 1:
             return self.algebra.nonzero(self.same_rows(mask), dim, row, mask.shape[dim])
         (whole,) = mask.args
-        return self.algebra.linear(0, zip(_strides(whole.shape), self.algebra.true_place(whole, row), strict=True))
+        return self.algebra.position(whole.shape, self.algebra.true_place(whole, row))
 
     def first_true(self, order: Value, rows: Size, row: Expr) -> Expr:
         """Any of the first ``rows`` places in an order in which true elements come first: of them, where they are as many.
@@ -182,15 +182,15 @@ class IndexingRules(RunRules):
 
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
-        if key.kind != "nonzero":
-            return _flattened_coordinates(key)
-        return [key] if len(key.args[0].shape) == 1 else None
+        true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
+        place = [] if true is None else self.algebra.true_place(*true.args[::2])
+        return place if place and self.algebra.position(true.args[0].shape, place) is key else None
 
     def _land(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
-        coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
+        coordinates = self.coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         keys, body = self._as_selected(row, keys, body)
@@ -415,13 +415,6 @@ def _is_below(number: Size, size: Size) -> bool:
     return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
 
 
-def _strides(shape: tuple[Size, ...]) -> list[Size]:
-    strides: list[Size] = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return strides[::-1]
-
-
 def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> tuple[str | None, Value]:
     """The function by which values are joined to rows of ``x`` where these were read, and the values; else what is stored.
 
@@ -432,19 +425,6 @@ def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) 
     joins = name == "or" or (name == "add" and not params and values.dtype.is_floating_point)
     alone = joins and len(others) == 1 < len(xs) and others[0].dtype == values.dtype
     return (name, others[0]) if alone else (None, values)
-
-
-def _flattened_coordinates(key: Expr) -> list[Expr] | None:
-    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
-    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
-        return None
-    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
-    mask = coordinates[0].args[0]
-    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
-        return None
-    strides = {atom: stride for stride, atom in key.args[1]}
-    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
-    return coordinates if row_major else None
 
 
 def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:

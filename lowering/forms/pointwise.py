@@ -19,16 +19,13 @@ from moeblaze_ops.lowering.forms.views import (
     cast,
     form,
     full,
-    is_scattered_over,
     output_dtype,
     output_shape,
-    permuted,
     require,
-    rescattered,
     short_forms,
     sliced,
     tensor,
-    turns_scattered,
+    through_scatter,
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
@@ -148,13 +145,10 @@ def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
 
 @form("sigmoid", "special_expit")
 def _sigmoid(view: GraphView, x: Any) -> Value:
-    if turns_scattered(tensor(x)):
-        return permuted(view, _sigmoid(view, x.args[0]), x.args[1])
-    if is_scattered_over(x, -math.inf):
-        values = x.args[3]
-        chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
-        return rescattered(view, x, 0, _fading(chosen))
-    return _fading(pointwise(view, "sigmoid", x))
+    def of(x: Value) -> Value:
+        return _fading(view.make("pointwise", "sigmoid", (x,), (), shape=x.shape, dtype=output_dtype(view)))
+
+    return through_scatter(view, tensor(x), 0, of) or of(x)
 
 
 def _fading(value: Value) -> Value:
@@ -166,11 +160,13 @@ def _fading(value: Value) -> Value:
 @form("softmax")
 def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
     """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
-    if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
-        return _fading(view.opaque(view._node))
-    values = cast(view, x.args[3], output_dtype(view))
-    probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
-    return rescattered(view, x, 0, _fading(probabilities))
+
+    def of(values: Value) -> Value:
+        values = cast(view, values, output_dtype(view))
+        return _fading(view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype))
+
+    along = tensor(x).op == "scatter" and dim is not None and axis(x, dim) == x.args[1]
+    return (through_scatter(view, x, 0, of) if along else None) or _fading(view.opaque(view._node))
 
 
 @form("truediv", "div", "divide", "true_divide")

@@ -33,7 +33,7 @@ class NotCanonical(Exception):
     """An operator was used in a way that has no canonical form; its result stays opaque."""
 
 
-ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "tile", "spread", "take", "index"))
+ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "take", "index"))
 """Kinds of values of which each element is one of the first operand."""
 
 

@@ -1,10 +1,11 @@
 """The constructors of canonical expressions: every way to spell a sum, a product or an index ends in the same object."""
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
@@ -114,6 +115,11 @@ class Algebra:
         if constant == 0 and len(ordered) == 1 and ordered[0][0] == 1:
             return ordered[0][1]
         return self._intern("linear", constant, ordered)
+
+    def position(self, sizes: Sequence[Size], indices: Sequence[Expr]) -> Expr:
+        """The row-major position of an element among those of a tensor."""
+        strides = accumulate(reversed(sizes[1:]), operator.mul, initial=1)
+        return self.linear(0, zip(strides, reversed(indices), strict=False))
 
     def _split(self, e: Expr, size: Size) -> tuple[Expr, Expr] | None:
         """Quotient and remainder of ``e`` by ``size`` where the linear form shows them."""
@@ -501,26 +507,21 @@ class Algebra:
 
     def _rebuild(self, e: Expr, visit: Callable[[Expr], Expr]) -> Expr:
         """``e`` with its parts as ``visit`` gives them."""
-        kind, args = e.kind, e.args
-        match kind:
-            case "var" | "const":
-                return e
-            case "linear":
-                return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
-            case "leaf":
-                indices = tuple(map(visit, args[1]))
-                return e if indices == args[1] else self.leaf(args[0], indices)
-            case "call":
-                operands = tuple(map(visit, args[1]))
-                if operands == args[1]:
-                    return e
-                made = self.call(args[0], operands, *args[2])
-                return self.mul(made) if is_bound(made) else made
-            case "sum" | "any" | "prefix" | "group":
-                parts = (args[0], *map(visit, args[1:]))
-            case _:
-                parts = tuple(visit(arg) if isinstance(arg, Expr) else arg for arg in args)
-        return e if parts == args else getattr(self, kind)(*parts)
+        parts = _mapped(e.args, visit)
+        if parts == e.args:
+            return e
+        if e.kind != "call":
+            return getattr(self, e.kind)(*parts)
+        name, operands, params = parts
+        made = self.call(name, operands, *params)
+        return self.mul(made) if is_bound(made) else made
+
+
+def _mapped(args: tuple, change: Callable[[Expr], Expr]) -> tuple:
+    """Arguments with the expressions among them as ``change`` gives them, in tuples as well."""
+    return tuple(
+        change(arg) if isinstance(arg, Expr) else _mapped(arg, change) if isinstance(arg, tuple) else arg for arg in args
+    )
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
