@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import (
     DROPOUT,
@@ -276,23 +276,11 @@ class Evaluator(IndexingRules):
             mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
             if mask is not None:
                 return mask
-        if value.dtype == torch.bool and len(args) == 2:
-            args = [self._compared(e, *pair) for e, pair in zip(args, (xs, xs[::-1]), strict=True)]
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
         wraps = not value.dtype.is_floating_point and not holds(value.dtype, e)
         return self.algebra.leaf(value, indices) if wraps else e
-
-    def _compared(self, e: Expr, own: Value, other: Value) -> Expr:
-        """What a number is where it is compared with elements of ``other``, in their dtype: of bytes, 300 is 44."""
-        is_float = own.dtype.is_floating_point or (own.op == "full" and type(own.args[0]) is float)
-        by_tensor = own.shape == () and (own.dtype == torch.bool or other.shape != ())
-        dtype = other.dtype
-        whole = e.kind == "const" and type(e.args[0]) is int
-        if is_float or not by_tensor or not whole or not is_integral(dtype):
-            return e
-        return self.algebra.const(stored_number(e.args[0], dtype))
 
     def _element_dropout(self, value: Value, indices: Indices, depth: int) -> Expr:
         """An element of an expert, if no other element of ``value`` is the same one and has another number drawn."""

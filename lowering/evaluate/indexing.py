@@ -193,32 +193,35 @@ class IndexingRules(RunRules):
         coordinates = self.coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
-        keys, body = self._as_selected(row, keys, body)
-        kept = self.algebra.one
+        keys, body = self._in_order(row, keys, body)
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
-        elif len(keys) == 1:
-            position, (key,), own, selected = self._of_all_rows(row, keys, at, body, depth)
-            landed = self._land_sorted(position, key, at[0], sizes[0], own, selected)
-        else:
-            row, keys, body, kept = self._of_all_rows(row, keys, at, body, depth)
-            landed = self._land_at_positions(row, keys, at, sizes, body, kept)
-        if landed is not None and row not in landed.body.free:
-            return landed
+            if row not in landed.body.free:
+                return landed
+        row, keys, body, kept = self._of_all_rows(row, keys, at, body, depth)
         hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
-        unique = keys[0] if len(keys) == 1 else None
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
+        stored = self.algebra.call("stored", (self.algebra.substitute(body, known),))
+        product = self.algebra.mul(hits, stored)
+        if row.kind == "var" and (only := self.algebra.only_terms(row, product)) is not None:
+            free, product = only
+            stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == "stored"), stored)
+            hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
+            return _Landed(free, hits, *stored.args[1])
         apart = len(keys) == 2 and self.key_of_places(row, keys, sizes, factors_of(kept)) is not None
-        return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
+        return _Landed([row] if row.kind == "var" else [], hits, *stored.args[1], apart=apart)
 
-    def _as_selected(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
-        """Keys and body of the true elements of a mask in the order of the mask, where the keys are those in another one.
+    def _in_order(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
+        """Keys and body of rows in the order before a permutation of them, where a key is made of the place that a row had in it.
 
+            out.index_add(0, ids.argsort() // K, ...)
             token, expert = mask.nonzero(as_tuple=True);  out.index_add(0, token[expert.argsort()], ...)
         """
-        order = keys[0].args[2] if keys[0].kind == "nonzero" else row
-        if not (_is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1])):
+        places = {"nonzero": 2, "div": 0, "mod": 0}
+        orders = [key.args[places[key.kind]] if key.kind in places else key for key in keys]
+        order = next((e for e in orders if _is_permuted(e) and e.args[1] == (row,) and row.kind == "var"), None)
+        if order is None or not self._is_any(order, row.args[1]):
             return keys, body
         before = {row: self.algebra.inverse(order.args[0], row)}
         return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
@@ -265,7 +268,7 @@ class IndexingRules(RunRules):
         replace = dict(zip(self.algebra.true_place(mask, row), coordinates, strict=True))
         replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
         hits = self.element(mask, tuple(coordinates), depth)
-        return _Landed(free, hits, self.algebra.substitute(body, replace), key_and_number(hits)[0])
+        return _Landed(free, hits, self.algebra.substitute(body, replace))
 
     def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
@@ -300,7 +303,7 @@ class IndexingRules(RunRules):
         replace = {**of_row, **of_slot}
         free = [slot] if slot.kind == "var" else []
         once = self.algebra.mul(*(self.algebra.distinct(ids, var) for var in free))
-        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids)
+        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace))
 
     def _first_true(self, body: Expr, slot: Expr, depth: int) -> Iterator[tuple[Expr, Expr]]:
         """Places of the largest of an axis in ``body``, and what is at ``slot`` of that axis: of a mask, its true element."""
@@ -324,48 +327,12 @@ class IndexingRules(RunRules):
         known = position.kind == "var" and not any(row in e.free for e in (*keys, body))
         return (position, keys, body, self.element(selected.args[0], (position,), depth)) if known else same
 
-    def _land_at_positions(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
-    ) -> "_Landed | None":
-        """One of several keys is the row's own number, or that of its token; the others are compared."""
-        for mine, key in enumerate(keys) if len(keys) > 1 else ():
-            others = [(other, i) for n, (other, i) in enumerate(zip(keys, at, strict=True)) if n != mine]
-            hits = self.algebra.mul(kept, *(self.algebra.eq(other, i) for other, i in others))
-            unique = others[0][0] if len(others) == 1 else None
-            if (landed := self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)) is not None:
-                return landed
-        return None
-
-    def _land_sorted(
-        self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr, unique: Expr | None = None
-    ) -> "_Landed | None":
-        """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
-        size, slot = 1, key
-        if key.kind in ("div", "mod"):
-            slot, size = key.args
-        permuted = slot.kind == "leaf" and slot.args[0].is_permutation and slot.args[1] == (row,)
-        if row.kind != "var" or not (permuted or slot is row):
-            return None
-        fresh, free = self.algebra.zero, []
-        per_token = exact_quotient(row.args[1], size) if key.kind == "mod" else size
-        if per_token is None or not same_size(count * per_token, row.args[1]):
-            return None  # some index would get no row, or fewer
-        if per_token != 1:
-            fresh = self.algebra.fresh((row, at), per_token)
-            free = [fresh]
-        terms = [(size, fresh), (1, at)] if key.kind == "mod" else [(size, at), (1, fresh)]
-        position = self.algebra.linear(0, terms)
-        source = self.algebra.inverse(slot.args[0], position) if permuted else position
-        body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
-        unique = key_and_number(hits)[0] if unique is None else self.algebra.substitute(unique, {row: source})
-        return _Landed(free, hits, body, unique)
-
 
 class _Landed:
     """Rows that land on one index: ``sum over free of hits * body``. No two of them do where they are ``apart``."""
 
-    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None, *, apart: bool = False):
-        self.free, self.hits, self.body, self.unique, self.apart = free, hits, body, unique, apart
+    def __init__(self, free: list[Expr], hits: Expr, body: Expr, *, apart: bool = False):
+        self.free, self.hits, self.body, self.apart = free, hits, body, apart
 
     def _summed(self, algebra: Algebra, body: Expr) -> Expr:
         for var in reversed(self.free):
@@ -390,17 +357,19 @@ class _Landed:
                 added.remove(term)
         elif self.free or not all(any(differ(f, self.hits) for f in factors_of(term)) for term in below):
             return None  # a term may not be zero wherever the row lands: one number cannot equal two
-        once = _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).once(algebra)
+        once = _Landed(self.free, self.hits, algebra.add(*added), apart=self.apart).once(algebra)
         return None if once is None else algebra.add(base, once)
 
     def once(self, algebra: Algebra) -> Expr | None:
         """The row that lands, zero if none does, when at most one does; None if that has no sum form."""
         if self.hits is algebra.zero:
             return algebra.zero
-        if self.free and not self.apart and (self.unique is None or len(self.free) > 1):
-            return None
-        once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
-        return self._summed(algebra, algebra.mul(self.hits, once, self.body))
+        if not self.free or self.apart:
+            return self.total(algebra)
+        (row, *others), hits = self.free, [side for f in factors_of(self.hits) if f.kind == "eq" for side in f.args]
+        keys = [key for key in hits if row in key.free]
+        once = None if others or len(keys) != 1 else algebra.distinct(keys[0], row)
+        return once and self._summed(algebra, algebra.mul(self.hits, once, self.body))
 
 
 def _is_permuted(index: Expr) -> bool:

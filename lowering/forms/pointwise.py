@@ -28,7 +28,7 @@ from moeblaze_ops.lowering.forms.views import (
     through_scatter,
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 
 _OF_NUMBERS: dict[str, dict[str, float | None]] = {
     "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
@@ -42,9 +42,8 @@ _OF_NUMBERS: dict[str, dict[str, float | None]] = {
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
     """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
     dtype = output_dtype(view)
-    if dtype == torch.bool:
-        own = next((x.dtype for x in args if isinstance(x, Value)), dtype)
-        args = tuple(_beside(x, own) for x in args)
+    if dtype == torch.bool and len(args) == 2:
+        args = _compared(view, *args)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
@@ -52,8 +51,16 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     return view.make("pointwise", name, xs, params)
 
 
+def _compared(view: GraphView, *args: Any) -> tuple:
+    """Operands in the dtype that they are compared in: of bytes, 300 is 44; ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
+    alike = (torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in args)
+    dtype = torch.result_type(*alike)
+    held = (stored_number(x, dtype) if type(x) is int and is_integral(dtype) else x for x in args)
+    return tuple(cast(view, x, dtype) if isinstance(x, Value) else _beside(x, dtype) for x in held)
+
+
 def _beside(x: Any, dtype: torch.dtype) -> Any:
-    """A number as 16 bits hold it where it is compared with a tensor of them: ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
+    """A number as 16 bits hold it beside a tensor of them."""
     return stored_number(x, dtype) if type(x) is float and dtype.is_floating_point and dtype.itemsize == 2 else x
 
 

@@ -284,8 +284,9 @@ class Algebra:
         if var.kind == "const":
             return body
         body = self._without_permutation(var, body)
-        if (only := self._only_term(var, body)) is not None:
-            return only
+        if (only := self.only_terms(var, body)) is not None:
+            variables, body = only
+            return self.sum(*variables, body) if variables else body
         if (only := self._only_counted(var, body)) is not None:
             return only
         if (split := self._over_both(self.sum, var, body)) is not None:
@@ -299,15 +300,24 @@ class Algebra:
             return self.mul(count, *outside)
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
-    def _only_term(self, var: Expr, body: Expr) -> Expr | None:
-        """What is left of the sum over ``var`` of a product with ``var == index``, of experts with a number as index."""
+    def only_terms(self, var: Expr, body: Expr) -> tuple[list[Expr], Expr] | None:
+        """What is left of the sum over ``var`` of a product with ``var``, ``var // K`` or ``var % T`` equal to an index.
+
+        Over what that is summed, and of what: over K slots of a token. Of experts, only a place or a number is such an index.
+        """
         factors = factors_of(body)
         for hit in factors:
-            sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
-            if body.has_dot and any(side.kind != "const" for side in sides):
-                continue
-            if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
-                return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
+            for own, index in (hit.args, hit.args[::-1]) if hit.kind == "eq" else ():
+                whole, size = own.args if own.kind in ("div", "mod") else (own, 1)
+                if whole is not var or var in index.free or index.height or (body.has_dot and leaves_of(index)):
+                    continue
+                count = exact_quotient(var.args[1], size)
+                if count is None or not self.fits(index, size if own.kind == "mod" else count):
+                    continue
+                other = self.fresh((body,), count if own.kind == "mod" else size)
+                place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
+                rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
+                return [other] if other.kind == "var" else [], rest
         return None
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
