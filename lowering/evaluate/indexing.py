@@ -14,11 +14,11 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
-from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise
 
 
 class IndexingRules(RunRules):
@@ -184,7 +184,8 @@ class IndexingRules(RunRules):
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
         true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
         place = [] if true is None else self.algebra.true_place(*true.args[::2])
-        return place if place and self.algebra.position(true.args[0].shape, place) is key else None
+        whole = key.kind == "linear" or len(place) == 1
+        return place if place and whole and self.algebra.position(true.args[0].shape, place) is key else None
 
     def _land(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
@@ -193,38 +194,22 @@ class IndexingRules(RunRules):
         coordinates = self.coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
-        keys, body = self._in_order(row, keys, body)
-        if _are_coordinates(row, keys, sizes):
-            landed = self._land_true_elements(row, keys, at, body, depth)
-            if row not in landed.body.free:
-                return landed
-        row, keys, body, kept = self._of_all_rows(row, keys, at, body, depth)
+        if (landed := self._land_slots(row, keys, at, sizes, body, depth)) is not None:
+            return landed
+        rows, keys, body, kept = self._of_all_elements(row, keys, at, sizes, body, depth)
         hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
         stored = self.algebra.call("stored", (self.algebra.substitute(body, known),))
-        product = self.algebra.mul(hits, stored)
-        if row.kind == "var" and (only := self.algebra.only_terms(row, product)) is not None:
-            free, product = only
-            stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == "stored"), stored)
-            hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
-            return _Landed(free, hits, *stored.args[1])
-        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes, factors_of(kept)) is not None
-        return _Landed([row] if row.kind == "var" else [], hits, *stored.args[1], apart=apart)
-
-    def _in_order(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
-        """Keys and body of rows in the order before a permutation of them, where a key is made of the place that a row had in it.
-
-            out.index_add(0, ids.argsort() // K, ...)
-            token, expert = mask.nonzero(as_tuple=True);  out.index_add(0, token[expert.argsort()], ...)
-        """
-        places = {"nonzero": 2, "div": 0, "mod": 0}
-        orders = [key.args[places[key.kind]] if key.kind in places else key for key in keys]
-        order = next((e for e in orders if _is_permuted(e) and e.args[1] == (row,) and row.kind == "var"), None)
-        if order is None or not self._is_any(order, row.args[1]):
-            return keys, body
-        before = {row: self.algebra.inverse(order.args[0], row)}
-        return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
+        product, free = self.algebra.mul(hits, stored), list[Expr]()
+        for own in rows:
+            others, product = self.algebra.only_terms(own, product) or ([own], product)
+            free += others
+        stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == "stored"), stored)
+        hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
+        apart = free == rows and len(rows) == 1 and len(keys) == 2
+        apart = apart and self.key_of_places(rows[0], keys, sizes, factors_of(kept)) is not None
+        return _Landed(free, hits, *stored.args[1], apart=apart)
 
     def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size], marks: Sequence[Expr] = ()) -> int | None:
         """Which of two keys counts the rows of the other up to each row, where there is a place for all that have the marks.
@@ -251,24 +236,35 @@ class IndexingRules(RunRules):
         own = self.algebra.substitute(key, {row: self.algebra.linear(0, [(slot.args[1], token), (1, of_token)])})
         return tokens if are_distinct(self.algebra, own, of_token) else row.args[1]
 
-    def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
-        """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
-        mask = keys[0].args[0]
-        if (landed := self._land_slots(row, mask, at, body, depth)) is not None:
-            return landed
-        given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
-        coordinates: list[Expr] = []
+    def _of_all_elements(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> tuple[list[Expr], list[Expr], Expr, Expr]:
+        """The true elements of a mask, in whatever order, as all its elements, those at ``at`` where that is their coordinates.
+
+        What these are numbered by, their keys, their body, and 1 where one is true.
+        """
+        same = [row] if row.kind == "var" else [], keys, body, self.algebra.one
+        true = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero") if e.args[2].free == row.free)
+        if (selected := next(true, None)) is None:
+            return same
+        mask, _, order, _ = selected.args
+        if _is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1]):
+            *keys, body = (self.algebra.substitute(e, {row: self.algebra.inverse(order.args[0], row)}) for e in (*keys, body))
+        elif order is not row:
+            return same
+        places: dict[Expr, Expr] = {}
         free: list[Expr] = []
-        for dim, extent in enumerate(mask.shape):
-            index = given.get(dim)
-            if index is None:
-                index = self.algebra.fresh((row, *at, *free), extent)
+        for place in self.algebra.true_place(mask, row):
+            landed = (i for key, i, size in zip(keys, at, sizes, strict=False) if key is place and same_size(size, place.args[3]))
+            if (index := next(landed, None)) is None:
+                index = self.algebra.fresh((row, *at, *free), place.args[3])
                 free += [index] if index.kind == "var" else []
-            coordinates.append(index)
-        replace = dict(zip(self.algebra.true_place(mask, row), coordinates, strict=True))
-        replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
-        hits = self.element(mask, tuple(coordinates), depth)
-        return _Landed(free, hits, self.algebra.substitute(body, replace))
+            places[place] = index
+        first = next(iter(places.values()))
+        replace = places | dict.fromkeys(self._groups_of_true_elements(row, mask, body), first)
+        *keys, body = (self.algebra.substitute(e, replace) for e in (*keys, body))
+        known = not any(row in e.free for e in (*keys, body))
+        return (free, keys, body, self.element(mask, tuple(places.values()), depth)) if known else same
 
     def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
@@ -281,9 +277,14 @@ class IndexingRules(RunRules):
             if self.counts_true(number, counts, mask, 0):
                 yield group
 
-    def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
+    def _land_slots(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
-        if mask.op != "any" or mask.args[2] or len(at) != len(mask.shape):
+        mask = keys[0].args[0] if keys[0].kind == "nonzero" else None
+        if mask is None or mask.op != "any" or mask.args[2] or keys != self.algebra.true_place(mask, row):
+            return None
+        if not all(map(same_size, mask.shape, sizes)):
             return None
         slots, dims, _ = mask.args
         dim = len(slots.shape) - 1
@@ -314,19 +315,6 @@ class IndexingRules(RunRules):
                 at[dim : dim + keepdim] = [slot]
                 yield first, self.element(x, tuple(at), depth)
 
-    def _of_all_rows(
-        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
-    ) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
-        same = row, keys, body, self.algebra.one
-        given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
-        if (selected := next(given, None)) is None or row.kind != "var" or len(selected.args[0].shape) != 1:
-            return same
-        position = self.algebra.fresh((row, *at), selected.args[3])
-        *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
-        known = position.kind == "var" and not any(row in e.free for e in (*keys, body))
-        return (position, keys, body, self.element(selected.args[0], (position,), depth)) if known else same
-
 
 class _Landed:
     """Rows that land on one index: ``sum over free of hits * body``. No two of them do where they are ``apart``."""
@@ -348,17 +336,11 @@ class _Landed:
             return base
         if not self.free and self.hits is algebra.one:
             return self.body
-        below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
-        if not self.free and all(self.hits in factors_of(term) for term in below):
+        if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
-        added = list(self.body.args if self.body.kind == "add" else (self.body,))
-        if all(term in added for term in below):
-            for term in below:
-                added.remove(term)
-        elif self.free or not all(any(differ(f, self.hits) for f in factors_of(term)) for term in below):
-            return None  # a term may not be zero wherever the row lands: one number cannot equal two
-        once = _Landed(self.free, self.hits, algebra.add(*added), apart=self.apart).once(algebra)
-        return None if once is None else algebra.add(base, once)
+        added = added_to(algebra, base, self.body, () if self.free else (self.hits,))
+        once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)
+        return once and algebra.add(base, once)
 
     def once(self, algebra: Algebra) -> Expr | None:
         """The row that lands, zero if none does, when at most one does; None if that has no sum form."""
@@ -394,14 +376,3 @@ def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) 
     joins = name == "or" or (name == "add" and not params and values.dtype.is_floating_point)
     alone = joins and len(others) == 1 < len(xs) and others[0].dtype == values.dtype
     return (name, others[0]) if alone else (None, values)
-
-
-def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
-    """Whether row u goes to the coordinates of one mask's u-th true element, on axes as long as the mask's."""
-    if any(key.kind != "nonzero" for key in keys):
-        return False
-    mask = keys[0].args[0]
-    return all(
-        key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
-        for key, size in zip(keys, sizes, strict=False)
-    )

@@ -309,13 +309,17 @@ class Algebra:
         for hit in factors:
             for own, index in (hit.args, hit.args[::-1]) if hit.kind == "eq" else ():
                 whole, size = own.args if own.kind in ("div", "mod") else (own, 1)
-                if whole is not var or var in index.free or index.height or (body.has_dot and leaves_of(index)):
+                order = whole.args[0] if whole.kind == "leaf" and whole.args[0].is_permutation else None
+                row = whole if order is None or not same_size(order.shape[0], var.args[1]) else whole.args[1][0]
+                if row is not var or var in index.free or index.height or size == 0:
                     continue
                 count = exact_quotient(var.args[1], size)
-                if count is None or not self.fits(index, size if own.kind == "mod" else count):
+                fits = count is not None and self.fits(index, size if own.kind == "mod" else count)
+                if not fits or (body.has_dot and leaves_of(index)):
                     continue
                 other = self.fresh((body,), count if own.kind == "mod" else size)
                 place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
+                place = place if order is None else self.inverse(order, place)
                 rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
                 return [other] if other.kind == "var" else [], rest
         return None
