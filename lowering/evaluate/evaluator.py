@@ -56,7 +56,6 @@ class Evaluator(IndexingRules):
         self._opaque = opaque
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
-        self._starts: dict[Value, tuple[Size, ...]] = {}
         self._runs: dict[Value, Run | None] = {}
         self._first_of: dict[tuple[Run, tuple[Size, ...]], Value] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {

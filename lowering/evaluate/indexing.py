@@ -174,12 +174,6 @@ class IndexingRules(RunRules):
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
 
-    def landed(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
-    ) -> Expr:
-        """The sum of ``body`` over the rows u with ``keys(u) == at``."""
-        return self._land(row, keys, at, sizes, body, depth).total(self.algebra)
-
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
         true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
@@ -197,7 +191,7 @@ class IndexingRules(RunRules):
         if (landed := self._land_slots(row, keys, at, sizes, body, depth)) is not None:
             return landed
         rows, keys, body, kept = self._of_all_elements(row, keys, at, sizes, body, depth)
-        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
+        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True) if key is not i))
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
         stored = self.algebra.call("stored", (self.algebra.substitute(body, known),))

@@ -53,7 +53,8 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
 
 def _compared(view: GraphView, *args: Any) -> tuple:
     """Operands in the dtype that they are compared in: of bytes, 300 is 44; ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
-    alike = (torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in args)
+    numbers = (0.0 if isinstance(x, torch.SymFloat) else x for x in args)  # reading it would be a guard
+    alike = (torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in numbers)
     dtype = torch.result_type(*alike)
     held = (stored_number(x, dtype) if type(x) is int and is_integral(dtype) else x for x in args)
     return tuple(cast(view, x, dtype) if isinstance(x, Value) else _beside(x, dtype) for x in held)
@@ -129,11 +130,6 @@ def _with_numbers(name: str) -> None:
 
 for _name in _OF_NUMBERS:
     _with_numbers(_name)
-
-
-@form("isnan")
-def _isnan(view: GraphView, x: Any) -> Value:
-    return pointwise(view, "ne", x, x)
 
 
 @form("bitwise_xor", "logical_xor", "__xor__", "xor")
@@ -262,5 +258,6 @@ short_forms({
     ("addcmul",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b))),
     ("addcdiv",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "div", a, b))),
     ("positive", "pos", "__pos__"): lambda view, x: tensor(x),
+    ("isnan",): lambda view, x: pointwise(view, "ne", x, x),
     ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
 })  # fmt: skip

@@ -404,11 +404,11 @@ class Algebra:
 
     def _without_permutation(self, var: Expr, body: Expr) -> Expr:
         """Take the summed rows in the order before a permutation of them, where that removes it."""
-        permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,), over=var)
-        if permuted is None or not same_size(permuted.args[0].shape[0], var.args[1]):
+        permutes = subexpressions(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,), over=var)
+        if (permuted := next(permutes, None)) is None or not same_size(permuted.args[0].shape[0], var.args[1]):
             return body
         reordered = self.substitute(body, {var: self.inverse(permuted.args[0], var)})
-        return body if _find(reordered, lambda e: e.kind == "inverse") else reordered
+        return body if any(True for _ in subexpressions(reordered, lambda e: e.kind == "inverse")) else reordered
 
     def eq(self, a: Expr, b: Expr) -> Expr:
         if a is b and _is_number(a):
@@ -555,7 +555,3 @@ def _is_number(e: Expr) -> bool:
 
 def _is_chosen(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] == CHOSEN
-
-
-def _find(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = None) -> Expr | None:
-    return next(subexpressions(e, accept, over), None)
