@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
@@ -194,12 +194,12 @@ class IndexingRules(RunRules):
         hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True) if key is not i))
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
-        stored = self.algebra.call("stored", (self.algebra.substitute(body, known),))
+        stored = self.algebra.call(STORED, (self.algebra.substitute(body, known),))
         product, free = self.algebra.mul(hits, stored), list[Expr]()
         for own in rows:
-            others, product = self.algebra.only_terms(own, product) or ([own], product)
-            free += others
-        stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == "stored"), stored)
+            other, product = self.algebra.only_terms(own, product) or (own, product)
+            free += [other] if other.kind == "var" else []
+        stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
         hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
         apart = free == rows and len(rows) == 1 and len(keys) == 2
         apart = apart and self.key_of_places(rows[0], keys, sizes, factors_of(kept)) is not None

@@ -51,10 +51,10 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     return view.make("pointwise", name, xs, params)
 
 
-def _compared(view: GraphView, *args: Any) -> tuple:
+def _compared(view: GraphView, *args: Any) -> tuple[Any, ...]:
     """Operands in the dtype that they are compared in: of bytes, 300 is 44; ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
     numbers = (0.0 if isinstance(x, torch.SymFloat) else x for x in args)  # reading it would be a guard
-    alike = (torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in numbers)
+    alike: Any = [torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in numbers]
     dtype = torch.result_type(*alike)
     held = (stored_number(x, dtype) if type(x) is int and is_integral(dtype) else x for x in args)
     return tuple(cast(view, x, dtype) if isinstance(x, Value) else _beside(x, dtype) for x in held)

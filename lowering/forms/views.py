@@ -219,7 +219,7 @@ def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = 
 
 @form("repeat", "tile")
 def _tile(view: GraphView, x: Any, *times: Any) -> Value:
-    times = times[0] if isinstance(times[0], (tuple, list)) else times
+    times = tuple(times[0]) if isinstance(times[0], (tuple, list)) else times
     rank = max(len(times), len(tensor(x).shape))
     sizes = ((*[1] * (rank - len(own)), *own) for own in (times, x.shape))
     whole = tuple(n for pair in zip(*sizes, strict=True) for n in pair)

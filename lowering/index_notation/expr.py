@@ -37,6 +37,9 @@ DETACH = "detach"
 DROPOUT = "dropout"
 """The function that drops an element with a probability, its parameter, by a number drawn for this element alone."""
 
+STORED = "stored"
+"""The function that is what its argument is: what rows hold that are stored, among factors that say where they land."""
+
 SCALED = "scaled"
 """The function that multiplies by its parameter: a number that is not one with those beside it."""
 

@@ -285,10 +285,9 @@ class Algebra:
             return body
         body = self._without_permutation(var, body)
         if (only := self.only_terms(var, body)) is not None:
-            variables, body = only
-            return self.sum(*variables, body) if variables else body
-        if (only := self._only_counted(var, body)) is not None:
-            return only
+            return self.sum(*only)
+        if (counted := self._only_counted(var, body)) is not None:
+            return counted
         if (split := self._over_both(self.sum, var, body)) is not None:
             return split
         factors = factors_of(body)
@@ -300,10 +299,10 @@ class Algebra:
             return self.mul(count, *outside)
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
-    def only_terms(self, var: Expr, body: Expr) -> tuple[list[Expr], Expr] | None:
+    def only_terms(self, var: Expr, body: Expr) -> tuple[Expr, Expr] | None:
         """What is left of the sum over ``var`` of a product with ``var``, ``var // K`` or ``var % T`` equal to an index.
 
-        Over what that is summed, and of what: over K slots of a token. Of experts, only a place or a number is such an index.
+        Over what that is summed, as K slots of a token are, and of what. Of experts, only a place or a number is such an index.
         """
         factors = factors_of(body)
         for hit in factors:
@@ -321,7 +320,7 @@ class Algebra:
                 place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
                 place = place if order is None else self.inverse(order, place)
                 rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
-                return [other] if other.kind == "var" else [], rest
+                return other, rest
         return None
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
