@@ -218,11 +218,11 @@ def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = 
 
 
 @form("repeat", "tile")
-def _tile(view: GraphView, x: Any, *times: Any) -> Value:
-    times = tuple(times[0]) if isinstance(times[0], (tuple, list)) else times
+def _tile(view: GraphView, x: Any, *sizes: Any, **named: Any) -> Value:
+    times = [n for own in (*sizes, *named.values()) for n in (own if isinstance(own, (tuple, list)) else [own])]
     rank = max(len(times), len(tensor(x).shape))
-    sizes = ((*[1] * (rank - len(own)), *own) for own in (times, x.shape))
-    whole = tuple(n for pair in zip(*sizes, strict=True) for n in pair)
+    pairs = zip(*((*[1] * (rank - len(own)), *own) for own in (times, x.shape)), strict=True)
+    whole = tuple(n for pair in pairs for n in pair)
     apart = tuple(n if i % 2 else 1 for i, n in enumerate(whole))
     return reshaped(view, expanded(view, reshaped(view, x, apart), whole), output_shape(view))
 
