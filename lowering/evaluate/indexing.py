@@ -276,14 +276,12 @@ class IndexingRules(RunRules):
     ) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
         mask = keys[0].args[0] if keys[0].kind == "nonzero" else None
-        if mask is None or mask.op != "any" or mask.args[2] or keys != self.algebra.true_place(mask, row):
+        if mask is None or mask.op != "any" or keys != self.algebra.true_place(mask, row):
             return None
-        if not all(map(same_size, mask.shape, sizes)):
-            return None
-        slots, dims, _ = mask.args
+        slots, dims, keepdim = mask.args
         dim = len(slots.shape) - 1
-        if dims != (dim,):
-            return None  # their true elements are not in the order of tokens
+        if dims != (dim,) or keepdim or not all(map(same_size, mask.shape, sizes)):
+            return None  # their true elements are not in the order of tokens, or none of all that is stored to
         slot = self.algebra.fresh((row, *at), slots.shape[dim])
         coordinates = (*at[:dim], slot, *at[dim:])
         hits = self.element(slots, coordinates, depth)
@@ -342,8 +340,8 @@ class _Landed:
             return algebra.zero
         if not self.free or self.apart:
             return self.total(algebra)
-        (row, *others), hits = self.free, [side for f in factors_of(self.hits) if f.kind == "eq" for side in f.args]
-        keys = [key for key in hits if row in key.free]
+        (row, *others), hits = self.free, [f for f in factors_of(self.hits) if f.kind == "eq"]
+        keys = [key for hit in hits for key in hit.args if row in key.free] or hits[:1]  # the last one is no proof for any row
         once = None if others or len(keys) != 1 else algebra.distinct(keys[0], row)
         return once and self._summed(algebra, algebra.mul(self.hits, once, self.body))
 

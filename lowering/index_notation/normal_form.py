@@ -284,7 +284,7 @@ class Algebra:
         if var.kind == "const":
             return body
         body = self._without_permutation(var, body)
-        if (only := self.only_terms(var, body)) is not None:
+        if (only := self.only_terms(var, body, of_numbers=body.has_dot)) is not None:
             return self.sum(*only)
         if (counted := self._only_counted(var, body)) is not None:
             return counted
@@ -299,28 +299,28 @@ class Algebra:
             return self.mul(count, *outside)
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
-    def only_terms(self, var: Expr, body: Expr) -> tuple[Expr, Expr] | None:
+    def only_terms(self, var: Expr, body: Expr, *, of_numbers: bool = False) -> tuple[Expr, Expr] | None:
         """What is left of the sum over ``var`` of a product with ``var``, ``var // K`` or ``var % T`` equal to an index.
 
-        Over what that is summed, as K slots of a token are, and of what. Of experts, only a place or a number is such an index.
+        Over what that is summed, as K slots of a token are, and of what; ``of_numbers``: of experts, that are numbered alone.
         """
         factors = factors_of(body)
-        for hit in factors:
-            for own, index in (hit.args, hit.args[::-1]) if hit.kind == "eq" else ():
-                whole, size = own.args if own.kind in ("div", "mod") else (own, 1)
-                order = whole.args[0] if whole.kind == "leaf" and whole.args[0].is_permutation else None
-                row = whole if order is None or not same_size(order.shape[0], var.args[1]) else whole.args[1][0]
-                if row is not var or var in index.free or index.height or size == 0:
-                    continue
-                count = exact_quotient(var.args[1], size)
-                fits = count is not None and self.fits(index, size if own.kind == "mod" else count)
-                if not fits or (body.has_dot and leaves_of(index)):
-                    continue
-                other = self.fresh((body,), count if own.kind == "mod" else size)
-                place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
-                place = place if order is None else self.inverse(order, place)
-                rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
-                return other, rest
+        hits = [(hit, *sides) for hit in factors if hit.kind == "eq" for sides in (hit.args, hit.args[::-1])]
+        for hit, own, index in sorted(hits, key=lambda sides: sides[1].kind in ("div", "mod")):
+            whole, size = own.args if own.kind in ("div", "mod") else (own, 1)
+            order = whole.args[0] if whole.kind == "leaf" and whole.args[0].is_permutation else None
+            row = whole if order is None or not same_size(order.shape[0], var.args[1]) else whole.args[1][0]
+            if row is not var or var in index.free or index.height or size == 0:
+                continue
+            count = exact_quotient(var.args[1], size)
+            fits = count is not None and self.fits(index, size if own.kind == "mod" else count)
+            if not fits or (of_numbers and index.kind != "const"):
+                continue
+            other = self.fresh((body,), count if own.kind == "mod" else size)
+            place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
+            place = place if order is None else self.inverse(order, place)
+            rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
+            return other, rest
         return None
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
