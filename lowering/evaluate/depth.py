@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 
 MAX_PROJECTIONS = 2
 _SHALLOW = frozenset((
-    "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
+    "reshape", "permute", "slice", "select", "expand", "cast", "index", "take", "mul", "stack", "cat",
     "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes", "detach",
 ))  # fmt: skip
 _MAX_SUMS = 8

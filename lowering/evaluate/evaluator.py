@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import (
     DROPOUT,
@@ -56,7 +56,6 @@ class Evaluator(IndexingRules):
         self._opaque = opaque
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
-        self._starts: dict[Value, tuple[Size, ...]] = {}
         self._runs: dict[Value, Run | None] = {}
         self._first_of: dict[tuple[Run, tuple[Size, ...]], Value] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
@@ -131,11 +130,7 @@ class Evaluator(IndexingRules):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
                 continue
-            position, stride = [], 1
-            for a in reversed(outer_axes):
-                position.append((stride, indices[a]))
-                stride = stride * outer[a]
-            rest = self.algebra.linear(0, position)
+            rest = self.algebra.position([outer[a] for a in outer_axes], [indices[a] for a in outer_axes])
             group: list[Expr] = []
             for i, a in enumerate(reversed(inner_axes)):
                 last = i == len(inner_axes) - 1
@@ -186,17 +181,6 @@ class Evaluator(IndexingRules):
         read = (size != 1 or _is_only_feature(i) for size, i in zip(x.shape, tail, strict=True))
         own = tuple(i if is_read else self.algebra.zero for i, is_read in zip(tail, read, strict=True))
         return self.element(x, own, depth)
-
-    def _element_tile(self, value: Value, indices: Indices, depth: int) -> Expr:
-        (x,) = value.args
-        tail = indices[len(indices) - len(x.shape) :]
-        own = tuple(self.algebra.mod(i, size) for size, i in zip(x.shape, tail, strict=True))
-        return self.element(x, own, depth)
-
-    def _element_spread(self, value: Value, indices: Indices, depth: int) -> Expr:
-        x, dim, repeats = value.args
-        index = self.algebra.div(indices[dim], repeats)
-        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
 
     def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, dim = value.args
@@ -291,23 +275,11 @@ class Evaluator(IndexingRules):
             mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
             if mask is not None:
                 return mask
-        if value.dtype == torch.bool and len(args) == 2:
-            args = [self._compared(e, *pair) for e, pair in zip(args, (xs, xs[::-1]), strict=True)]
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
         wraps = not value.dtype.is_floating_point and not holds(value.dtype, e)
         return self.algebra.leaf(value, indices) if wraps else e
-
-    def _compared(self, e: Expr, own: Value, other: Value) -> Expr:
-        """What a number is where it is compared with elements of ``other``, in their dtype: of bytes, 300 is 44."""
-        is_float = own.dtype.is_floating_point or (own.op == "full" and type(own.args[0]) is float)
-        by_tensor = own.shape == () and (own.dtype == torch.bool or other.shape != ())
-        dtype = other.dtype
-        whole = e.kind == "const" and type(e.args[0]) is int
-        if is_float or not by_tensor or not whole or not is_integral(dtype):
-            return e
-        return self.algebra.const(stored_number(e.args[0], dtype))
 
     def _element_dropout(self, value: Value, indices: Indices, depth: int) -> Expr:
         """An element of an expert, if no other element of ``value`` is the same one and has another number drawn."""

@@ -179,11 +179,8 @@ class GroupRules:
         if key.kind == "nonzero" and key.args[2] is slot and self.counts_true(number, counts, *key.args[:2]):
             return True
         own, axes = keys_counted(self.algebra, number, counts) or (None, [])
-        position, size = [], 1
-        for var in reversed(axes):
-            position.append((size, var))
-            size = size * var.args[1]
-        return same_size(size, keys.shape[0]) and self.element(keys, (self.algebra.linear(0, position),)) is own
+        sizes = [var.args[1] for var in axes]
+        return same_size(math.prod(sizes), keys.shape[0]) and self.element(keys, (self.algebra.position(sizes, axes),)) is own
 
     def key_in_run(self, read: Expr, row: Expr) -> Expr | None:
         """The number of the group of a row, of which ``read`` is what it has at its place in the order that made the groups."""

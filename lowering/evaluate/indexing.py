@@ -14,11 +14,11 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
-from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise
 
 
 class IndexingRules(RunRules):
@@ -83,7 +83,7 @@ class IndexingRules(RunRules):
         if mask.op != "reshape" or len(mask.shape) != 1:
             return self.algebra.nonzero(self.same_rows(mask), dim, row, mask.shape[dim])
         (whole,) = mask.args
-        return self.algebra.linear(0, zip(_strides(whole.shape), self.algebra.true_place(whole, row), strict=True))
+        return self.algebra.position(whole.shape, self.algebra.true_place(whole, row))
 
     def first_true(self, order: Value, rows: Size, row: Expr) -> Expr:
         """Any of the first ``rows`` places in an order in which true elements come first: of them, where they are as many.
@@ -174,54 +174,36 @@ class IndexingRules(RunRules):
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
 
-    def landed(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
-    ) -> Expr:
-        """The sum of ``body`` over the rows u with ``keys(u) == at``."""
-        return self._land(row, keys, at, sizes, body, depth).total(self.algebra)
-
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
-        if key.kind != "nonzero":
-            return _flattened_coordinates(key)
-        return [key] if len(key.args[0].shape) == 1 else None
+        true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
+        place = [] if true is None else self.algebra.true_place(*true.args[::2])
+        whole = key.kind == "linear" or len(place) == 1
+        return place if place and whole and self.algebra.position(true.args[0].shape, place) is key else None
 
     def _land(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
-        coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
+        coordinates = self.coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
-        keys, body = self._as_selected(row, keys, body)
-        kept = self.algebra.one
-        if _are_coordinates(row, keys, sizes):
-            landed = self._land_true_elements(row, keys, at, body, depth)
-        elif len(keys) == 1:
-            position, (key,), own, selected = self._of_all_rows(row, keys, at, body, depth)
-            landed = self._land_sorted(position, key, at[0], sizes[0], own, selected)
-        else:
-            row, keys, body, kept = self._of_all_rows(row, keys, at, body, depth)
-            landed = self._land_at_positions(row, keys, at, sizes, body, kept)
-        if landed is not None and row not in landed.body.free:
+        if (landed := self._land_slots(row, keys, at, sizes, body, depth)) is not None:
             return landed
-        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
-        unique = keys[0] if len(keys) == 1 else None
+        rows, keys, body, kept = self._of_all_elements(row, keys, at, sizes, body, depth)
+        hits = self.algebra.mul(kept, *(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True) if key is not i))
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
-        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes, factors_of(kept)) is not None
-        return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
-
-    def _as_selected(self, row: Expr, keys: list[Expr], body: Expr) -> tuple[list[Expr], Expr]:
-        """Keys and body of the true elements of a mask in the order of the mask, where the keys are those in another one.
-
-            token, expert = mask.nonzero(as_tuple=True);  out.index_add(0, token[expert.argsort()], ...)
-        """
-        order = keys[0].args[2] if keys[0].kind == "nonzero" else row
-        if not (_is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1])):
-            return keys, body
-        before = {row: self.algebra.inverse(order.args[0], row)}
-        return [self.algebra.substitute(key, before) for key in keys], self.algebra.substitute(body, before)
+        stored = self.algebra.call(STORED, (self.algebra.substitute(body, known),))
+        product, free = self.algebra.mul(hits, stored), list[Expr]()
+        for own in rows:
+            other, product = self.algebra.only_terms(own, product) or (own, product)
+            free += [other] if other.kind == "var" else []
+        stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
+        hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
+        apart = free == rows and len(rows) == 1 and len(keys) == 2
+        apart = apart and self.key_of_places(rows[0], keys, sizes, factors_of(kept)) is not None
+        return _Landed(free, hits, *stored.args[1], apart=apart)
 
     def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size], marks: Sequence[Expr] = ()) -> int | None:
         """Which of two keys counts the rows of the other up to each row, where there is a place for all that have the marks.
@@ -248,24 +230,35 @@ class IndexingRules(RunRules):
         own = self.algebra.substitute(key, {row: self.algebra.linear(0, [(slot.args[1], token), (1, of_token)])})
         return tokens if are_distinct(self.algebra, own, of_token) else row.args[1]
 
-    def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
-        """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
-        mask = keys[0].args[0]
-        if (landed := self._land_slots(row, mask, at, body, depth)) is not None:
-            return landed
-        given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
-        coordinates: list[Expr] = []
+    def _of_all_elements(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> tuple[list[Expr], list[Expr], Expr, Expr]:
+        """The true elements of a mask, in whatever order, as all its elements, those at ``at`` where that is their coordinates.
+
+        What these are numbered by, their keys, their body, and 1 where one is true.
+        """
+        same = [row] if row.kind == "var" else [], keys, body, self.algebra.one
+        true = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero") if e.args[2].free == row.free)
+        if (selected := next(true, None)) is None:
+            return same
+        mask, _, order, _ = selected.args
+        if _is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1]):
+            *keys, body = (self.algebra.substitute(e, {row: self.algebra.inverse(order.args[0], row)}) for e in (*keys, body))
+        elif order is not row:
+            return same
+        places: dict[Expr, Expr] = {}
         free: list[Expr] = []
-        for dim, extent in enumerate(mask.shape):
-            index = given.get(dim)
-            if index is None:
-                index = self.algebra.fresh((row, *at, *free), extent)
+        for place in self.algebra.true_place(mask, row):
+            landed = (i for key, i, size in zip(keys, at, sizes, strict=False) if key is place and same_size(size, place.args[3]))
+            if (index := next(landed, None)) is None:
+                index = self.algebra.fresh((row, *at, *free), place.args[3])
                 free += [index] if index.kind == "var" else []
-            coordinates.append(index)
-        replace = dict(zip(self.algebra.true_place(mask, row), coordinates, strict=True))
-        replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body), coordinates[0])
-        hits = self.element(mask, tuple(coordinates), depth)
-        return _Landed(free, hits, self.algebra.substitute(body, replace), key_and_number(hits)[0])
+            places[place] = index
+        first = next(iter(places.values()))
+        replace = places | dict.fromkeys(self._groups_of_true_elements(row, mask, body), first)
+        *keys, body = (self.algebra.substitute(e, replace) for e in (*keys, body))
+        known = not any(row in e.free for e in (*keys, body))
+        return (free, keys, body, self.element(mask, tuple(places.values()), depth)) if known else same
 
     def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
@@ -278,14 +271,17 @@ class IndexingRules(RunRules):
             if self.counts_true(number, counts, mask, 0):
                 yield group
 
-    def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
+    def _land_slots(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
-        if mask.op != "any" or mask.args[2] or len(at) != len(mask.shape):
+        mask = keys[0].args[0] if keys[0].kind == "nonzero" else None
+        if mask is None or mask.op != "any" or keys != self.algebra.true_place(mask, row):
             return None
-        slots, dims, _ = mask.args
+        slots, dims, keepdim = mask.args
         dim = len(slots.shape) - 1
-        if dims != (dim,):
-            return None  # their true elements are not in the order of tokens
+        if dims != (dim,) or keepdim or not all(map(same_size, mask.shape, sizes)):
+            return None  # their true elements are not in the order of tokens, or none of all that is stored to
         slot = self.algebra.fresh((row, *at), slots.shape[dim])
         coordinates = (*at[:dim], slot, *at[dim:])
         hits = self.element(slots, coordinates, depth)
@@ -300,7 +296,7 @@ class IndexingRules(RunRules):
         replace = {**of_row, **of_slot}
         free = [slot] if slot.kind == "var" else []
         once = self.algebra.mul(*(self.algebra.distinct(ids, var) for var in free))
-        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids)
+        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace))
 
     def _first_true(self, body: Expr, slot: Expr, depth: int) -> Iterator[tuple[Expr, Expr]]:
         """Places of the largest of an axis in ``body``, and what is at ``slot`` of that axis: of a mask, its true element."""
@@ -311,61 +307,12 @@ class IndexingRules(RunRules):
                 at[dim : dim + keepdim] = [slot]
                 yield first, self.element(x, tuple(at), depth)
 
-    def _of_all_rows(
-        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
-    ) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
-        same = row, keys, body, self.algebra.one
-        given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
-        if (selected := next(given, None)) is None or row.kind != "var" or len(selected.args[0].shape) != 1:
-            return same
-        position = self.algebra.fresh((row, *at), selected.args[3])
-        *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
-        known = position.kind == "var" and not any(row in e.free for e in (*keys, body))
-        return (position, keys, body, self.element(selected.args[0], (position,), depth)) if known else same
-
-    def _land_at_positions(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
-    ) -> "_Landed | None":
-        """One of several keys is the row's own number, or that of its token; the others are compared."""
-        for mine, key in enumerate(keys) if len(keys) > 1 else ():
-            others = [(other, i) for n, (other, i) in enumerate(zip(keys, at, strict=True)) if n != mine]
-            hits = self.algebra.mul(kept, *(self.algebra.eq(other, i) for other, i in others))
-            unique = others[0][0] if len(others) == 1 else None
-            if (landed := self._land_sorted(row, key, at[mine], sizes[mine], body, hits, unique)) is not None:
-                return landed
-        return None
-
-    def _land_sorted(
-        self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr, unique: Expr | None = None
-    ) -> "_Landed | None":
-        """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
-        size, slot = 1, key
-        if key.kind in ("div", "mod"):
-            slot, size = key.args
-        permuted = slot.kind == "leaf" and slot.args[0].is_permutation and slot.args[1] == (row,)
-        if row.kind != "var" or not (permuted or slot is row):
-            return None
-        fresh, free = self.algebra.zero, []
-        per_token = exact_quotient(row.args[1], size) if key.kind == "mod" else size
-        if per_token is None or not same_size(count * per_token, row.args[1]):
-            return None  # some index would get no row, or fewer
-        if per_token != 1:
-            fresh = self.algebra.fresh((row, at), per_token)
-            free = [fresh]
-        terms = [(size, fresh), (1, at)] if key.kind == "mod" else [(size, at), (1, fresh)]
-        position = self.algebra.linear(0, terms)
-        source = self.algebra.inverse(slot.args[0], position) if permuted else position
-        body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
-        unique = key_and_number(hits)[0] if unique is None else self.algebra.substitute(unique, {row: source})
-        return _Landed(free, hits, body, unique)
-
 
 class _Landed:
     """Rows that land on one index: ``sum over free of hits * body``. No two of them do where they are ``apart``."""
 
-    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None, *, apart: bool = False):
-        self.free, self.hits, self.body, self.unique, self.apart = free, hits, body, unique, apart
+    def __init__(self, free: list[Expr], hits: Expr, body: Expr, *, apart: bool = False):
+        self.free, self.hits, self.body, self.apart = free, hits, body, apart
 
     def _summed(self, algebra: Algebra, body: Expr) -> Expr:
         for var in reversed(self.free):
@@ -381,26 +328,22 @@ class _Landed:
             return base
         if not self.free and self.hits is algebra.one:
             return self.body
-        below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
-        if not self.free and all(self.hits in factors_of(term) for term in below):
+        if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
-        added = list(self.body.args if self.body.kind == "add" else (self.body,))
-        if all(term in added for term in below):
-            for term in below:
-                added.remove(term)
-        elif self.free or not all(any(differ(f, self.hits) for f in factors_of(term)) for term in below):
-            return None  # a term may not be zero wherever the row lands: one number cannot equal two
-        once = _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).once(algebra)
-        return None if once is None else algebra.add(base, once)
+        added = added_to(algebra, base, self.body, () if self.free else (self.hits,))
+        once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)
+        return once and algebra.add(base, once)
 
     def once(self, algebra: Algebra) -> Expr | None:
         """The row that lands, zero if none does, when at most one does; None if that has no sum form."""
         if self.hits is algebra.zero:
             return algebra.zero
-        if self.free and not self.apart and (self.unique is None or len(self.free) > 1):
-            return None
-        once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
-        return self._summed(algebra, algebra.mul(self.hits, once, self.body))
+        if not self.free or self.apart:
+            return self.total(algebra)
+        (row, *others), hits = self.free, [f for f in factors_of(self.hits) if f.kind == "eq"]
+        keys = [key for hit in hits for key in hit.args if row in key.free] or hits[:1]  # the last one is no proof for any row
+        once = None if others or len(keys) != 1 else algebra.distinct(keys[0], row)
+        return once and self._summed(algebra, algebra.mul(self.hits, once, self.body))
 
 
 def _is_permuted(index: Expr) -> bool:
@@ -415,13 +358,6 @@ def _is_below(number: Size, size: Size) -> bool:
     return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
 
 
-def _strides(shape: tuple[Size, ...]) -> list[Size]:
-    strides: list[Size] = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return strides[::-1]
-
-
 def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> tuple[str | None, Value]:
     """The function by which values are joined to rows of ``x`` where these were read, and the values; else what is stored.
 
@@ -432,27 +368,3 @@ def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) 
     joins = name == "or" or (name == "add" and not params and values.dtype.is_floating_point)
     alone = joins and len(others) == 1 < len(xs) and others[0].dtype == values.dtype
     return (name, others[0]) if alone else (None, values)
-
-
-def _flattened_coordinates(key: Expr) -> list[Expr] | None:
-    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
-    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
-        return None
-    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
-    mask = coordinates[0].args[0]
-    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
-        return None
-    strides = {atom: stride for stride, atom in key.args[1]}
-    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
-    return coordinates if row_major else None
-
-
-def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
-    """Whether row u goes to the coordinates of one mask's u-th true element, on axes as long as the mask's."""
-    if any(key.kind != "nonzero" for key in keys):
-        return False
-    mask = keys[0].args[0]
-    return all(
-        key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
-        for key, size in zip(keys, sizes, strict=False)
-    )

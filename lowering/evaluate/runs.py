@@ -6,7 +6,9 @@ of an expert in one run. How long a run is only the data tell, so that it starts
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from moeblaze_ops.lowering.evaluate.groups import GroupRules
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -20,15 +22,14 @@ class RunRules(GroupRules):
     """Rules of `cat` and `argsort`."""
 
     coordinates: Callable[..., list[Expr] | None]
-    landed: Callable[..., Expr]
+    _land: Callable[..., Any]
     one_of: Callable[..., Expr]
-    _starts: dict[Value, tuple[Size, ...]]
 
     def _element_cat(self, value: Value, indices: "Indices", depth: int) -> Expr:
         xs, dim = value.args
         at = indices[dim]
         offset = at.args[0] if at.kind == "linear" else 0
-        for x, start in zip(xs, self._starts_of(value), strict=True):
+        for x, start in zip(xs, _starts(tuple(x.shape[dim] for x in xs)), strict=True):
             if isinstance(start, int) or start == offset:
                 local = self.algebra.linear(-start, [(1, at)])
                 if self.algebra.fits(local, x.shape[dim]):
@@ -39,19 +40,14 @@ class RunRules(GroupRules):
             return self.one_of(value, indices, self.algebra.div(at, size), rest, depth)
         return self.algebra.leaf(value, indices)
 
-    def _starts_of(self, joined: Value) -> tuple[Size, ...]:
-        if joined not in self._starts:
-            xs, dim = joined.args
-            self._starts[joined] = tuple(accumulate((x.shape[dim] for x in xs[:-1]), initial=0))
-        return self._starts[joined]
-
     def runs(self, index: Value, stored: Value) -> list[tuple[Size, Size]]:
         """Where the runs of ``index``'s rows start and how long they are, or those of what is stored; else one run of all."""
         rows = index.shape[0]
         of_index, of_stored = ([v for v in _behind(of) if v.op == "cat" and v.args[1] == 0] for of in (index, stored))
         of_stored = [v for v in of_stored if len({x.shape[0] for x in v.args[0]}) == 1]  # as of E parts of C rows
         joined = next((v for v in (*of_index, *of_stored) if same_size(v.shape[0], rows)), None)
-        runs = [(start, x.shape[0]) for start, x in zip(self._starts_of(joined), joined.args[0], strict=True)] if joined else []
+        sizes = tuple(x.shape[0] for x in joined.args[0]) if joined else ()
+        runs = list(zip(_starts(sizes), sizes, strict=True))
         # A single row at a symbolic place has no index variable that its place could be told from.
         return runs if runs and all(isinstance(start, int) or size != 1 for start, size in runs) else [(0, rows)]
 
@@ -95,8 +91,15 @@ class RunRules(GroupRules):
             row = self.algebra.fresh((index, *own[1:]), size)
             at = self.algebra.linear(start, [(1, row)])
             body = self.element(x, (at, *own[1:]), depth)
-            total.append(self.landed(row, [self.element(joined, (at,), depth)], (index,), (count,), body, depth))
+            landed = self._land(row, [self.element(joined, (at,), depth)], (index,), (count,), body, depth)
+            total.append(landed.total(self.algebra))
         return self.algebra.add(*total)
+
+
+@lru_cache(maxsize=1 << 12)
+def _starts(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Where parts of these sizes start, one behind another."""
+    return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 def _behind(value: Value) -> Iterator[Value]:

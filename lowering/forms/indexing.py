@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.forms.pointwise import pointwise, times
+from moeblaze_ops.lowering.forms.pointwise import times
 from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
@@ -318,9 +318,14 @@ def _nonzero(view: GraphView, mask: Any, *, as_tuple: bool = False) -> Any:
 
 @form("one_hot", "one_hot_below")
 def _one_hot(view: GraphView, index: Any, num_classes: int = -1) -> Value:
-    index = tensor(index)
-    classes = view.make("arange", 0, 1, shape=(output_shape(view)[-1],), dtype=index.dtype)
-    return pointwise(view, "eq", reshaped(view, index, (*index.shape, 1)), classes)
+    return _hits(view, tensor(index), output_shape(view)[-1], output_dtype(view))
+
+
+def _hits(view: GraphView, ids: Value, num: Size, dtype: torch.dtype) -> Value:
+    """1 where an id is each of the first numbers."""
+    classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
+    column = reshaped(view, ids, (*ids.shape, 1))
+    return view.make("pointwise", "eq", (column, classes), (), shape=(*ids.shape, num), dtype=dtype)
 
 
 # Sorts and counts.
@@ -375,12 +380,8 @@ def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, s
 
 def counts_of(view: GraphView, ids: Value, num: Size) -> Value:
     """How many ids each of the first numbers is."""
-    ids = _exact_integers(ids)
-    classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
-    total = math.prod(ids.shape)
-    column = reshaped(view, ids, (total, 1))
-    hits = view.make("pointwise", "eq", (column, classes), (), shape=(total, num), dtype=torch.bool)
-    return view.make("sum", hits, (0,), False, shape=(num,), dtype=torch.int64)
+    hits = _hits(view, _exact_integers(ids), num, torch.bool)
+    return view.make("sum", hits, tuple(range(len(ids.shape))), False, shape=(num,), dtype=torch.int64)
 
 
 @form("bincount")

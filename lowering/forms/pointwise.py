@@ -19,19 +19,16 @@ from moeblaze_ops.lowering.forms.views import (
     cast,
     form,
     full,
-    is_scattered_over,
     output_dtype,
     output_shape,
-    permuted,
     require,
-    rescattered,
     short_forms,
     sliced,
     tensor,
-    turns_scattered,
+    through_scatter,
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 
 _OF_NUMBERS: dict[str, dict[str, float | None]] = {
     "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
@@ -45,9 +42,8 @@ _OF_NUMBERS: dict[str, dict[str, float | None]] = {
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
     """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
     dtype = output_dtype(view)
-    if dtype == torch.bool:
-        own = next((x.dtype for x in args if isinstance(x, Value)), dtype)
-        args = tuple(_beside(x, own) for x in args)
+    if dtype == torch.bool and len(args) == 2:
+        args = _compared(view, *args)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
@@ -55,8 +51,17 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     return view.make("pointwise", name, xs, params)
 
 
+def _compared(view: GraphView, *args: Any) -> tuple[Any, ...]:
+    """Operands in the dtype that they are compared in: of bytes, 300 is 44; ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
+    numbers = (0.0 if isinstance(x, torch.SymFloat) else x for x in args)  # reading it would be a guard
+    alike: Any = [torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in numbers]
+    dtype = torch.result_type(*alike)
+    held = (stored_number(x, dtype) if type(x) is int and is_integral(dtype) else x for x in args)
+    return tuple(cast(view, x, dtype) if isinstance(x, Value) else _beside(x, dtype) for x in held)
+
+
 def _beside(x: Any, dtype: torch.dtype) -> Any:
-    """A number as 16 bits hold it where it is compared with a tensor of them: ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
+    """A number as 16 bits hold it beside a tensor of them."""
     return stored_number(x, dtype) if type(x) is float and dtype.is_floating_point and dtype.itemsize == 2 else x
 
 
@@ -127,11 +132,6 @@ for _name in _OF_NUMBERS:
     _with_numbers(_name)
 
 
-@form("isnan")
-def _isnan(view: GraphView, x: Any) -> Value:
-    return pointwise(view, "ne", x, x)
-
-
 @form("bitwise_xor", "logical_xor", "__xor__", "xor")
 def _xor(view: GraphView, a: Any, b: Any) -> Value:
     """Zero where two integers are equal, false where two truth values are."""
@@ -148,13 +148,10 @@ def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
 
 @form("sigmoid", "special_expit")
 def _sigmoid(view: GraphView, x: Any) -> Value:
-    if turns_scattered(tensor(x)):
-        return permuted(view, _sigmoid(view, x.args[0]), x.args[1])
-    if is_scattered_over(x, -math.inf):
-        values = x.args[3]
-        chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
-        return rescattered(view, x, 0, _fading(chosen))
-    return _fading(pointwise(view, "sigmoid", x))
+    def of(x: Value) -> Value:
+        return _fading(view.make("pointwise", "sigmoid", (x,), (), shape=x.shape, dtype=output_dtype(view)))
+
+    return through_scatter(view, tensor(x), 0, of) or of(x)
 
 
 def _fading(value: Value) -> Value:
@@ -166,11 +163,13 @@ def _fading(value: Value) -> Value:
 @form("softmax")
 def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
     """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
-    if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
-        return _fading(view.opaque(view._node))
-    values = cast(view, x.args[3], output_dtype(view))
-    probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
-    return rescattered(view, x, 0, _fading(probabilities))
+
+    def of(values: Value) -> Value:
+        values = cast(view, values, output_dtype(view))
+        return _fading(view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype))
+
+    along = tensor(x).op == "scatter" and dim is not None and axis(x, dim) == x.args[1]
+    return (through_scatter(view, x, 0, of) if along else None) or _fading(view.opaque(view._node))
 
 
 @form("truediv", "div", "divide", "true_divide")
@@ -259,5 +258,6 @@ short_forms({
     ("addcmul",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b))),
     ("addcdiv",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "div", a, b))),
     ("positive", "pos", "__pos__"): lambda view, x: tensor(x),
+    ("isnan",): lambda view, x: pointwise(view, "ne", x, x),
     ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
 })  # fmt: skip

@@ -4,7 +4,7 @@ A form is a function ``form(view, *args, **kwargs)`` registered under every name
 a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their ``args``:
 
     reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
-    expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
+    expand (x)           stack (xs, dim)        cat (xs, dim)
     cast (x)             full (number)          arange (start, step)
 and those of `forms.pointwise`, `forms.products`, `forms.indexing` and `forms.vmap`. A new spelling of a
 known kind is one function in one of them, or in `forms.masks`.
@@ -213,7 +213,18 @@ def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = 
     require(isinstance(repeats, int), "one repeat count")
     if dim is None:
         x, dim = reshaped(view, tensor(x), (math.prod(x.shape),)), 0
-    return view.make("spread", tensor(x), axis(x, dim), repeats)
+    d = axis(tensor(x), dim) + 1
+    return _tile(view, reshaped(view, x, (*x.shape[:d], 1, *x.shape[d:])), *[1] * d, repeats, *[1] * (len(x.shape) - d))
+
+
+@form("repeat", "tile")
+def _tile(view: GraphView, x: Any, *sizes: Any, **named: Any) -> Value:
+    times = [n for own in (*sizes, *named.values()) for n in (own if isinstance(own, (tuple, list)) else [own])]
+    rank = max(len(times), len(tensor(x).shape))
+    pairs = zip(*((*[1] * (rank - len(own)), *own) for own in (times, x.shape)), strict=True)
+    whole = tuple(n for pair in pairs for n in pair)
+    apart = tuple(n if i % 2 else 1 for i, n in enumerate(whole))
+    return reshaped(view, expanded(view, reshaped(view, x, apart), whole), output_shape(view))
 
 
 def concatenated(view: GraphView, xs: Any, d: int) -> Value:
@@ -240,11 +251,8 @@ def _pad(view: GraphView, x: Any, pad: Any, mode: str = "constant", value: Any =
 def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
     if x.dtype == dtype:
         return x
-    if turns_scattered(x) and dtype.is_floating_point:
-        return permuted(view, cast(view, x.args[0], dtype), x.args[1])
-    if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
-        return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
-    made = view.make("cast", x, shape=x.shape, dtype=dtype)
+    over = through_scatter(view, x, -math.inf, lambda source: cast(view, source, dtype)) if dtype.is_floating_point else None
+    made = over or view.make("cast", x, shape=x.shape, dtype=dtype)
     made.fades = x.fades and underflows_no_earlier(dtype, x.dtype)
     return made
 
@@ -254,15 +262,16 @@ def is_scattered_over(x: Value, number: float) -> bool:
     return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
 
 
-def turns_scattered(x: Value) -> bool:
-    """Whether ``x`` is such a tensor of minus infinity with its axes in another order: a pointwise function may go first."""
-    return x.op == "permute" and is_scattered_over(x.args[0], -math.inf)
-
-
-def rescattered(view: GraphView, x: Value, number: float, source: Value) -> Value:
-    """The scatter ``x`` with another number and other values: what a function of its elements gives."""
-    base, dim, index, *_ = x.args
-    base = full(view, number, base.shape, source.dtype)
+def through_scatter(view: GraphView, x: Value, number: float, function: Callable[[Value], Value]) -> Value | None:
+    """What a function makes of values stored over minus infinity, of which it makes ``number``, and of axes in another order."""
+    if x.op == "permute":
+        turned = through_scatter(view, x.args[0], number, function)
+        return None if turned is None else permuted(view, turned, x.args[1])
+    if not is_scattered_over(x, -math.inf):
+        return None
+    _, dim, index, source, _ = x.args
+    source = function(source)
+    base = full(view, number, x.shape, source.dtype)
     return view.make("scatter", base, dim, index, source, False, shape=x.shape, dtype=source.dtype)
 
 
@@ -307,7 +316,6 @@ short_forms({
     ("numpy_T",): lambda view, x: permuted(view, x, tuple(reversed(range(len(tensor(x).shape))))),
     ("select",): lambda view, x, dim, index: selected(view, tensor(x), axis(x, dim), index),
     ("expand", "expand_as", "broadcast_to"): lambda view, x, *args, **kwargs: expanded(view, tensor(x), output_shape(view)),
-    ("repeat", "tile"): lambda view, x, *args, **kwargs: view.make("tile", tensor(x)),
     _CASTS: lambda view, x, *args, **kwargs: cast(view, tensor(x), output_dtype(view)),
     _ZEROS: lambda view, *args, **kwargs: _filled(view, 0),
     ("ones", "ones_like", "new_ones"): lambda view, *args, **kwargs: _filled(view, 1),

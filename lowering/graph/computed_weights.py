@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 VIEWS = ("reshape", "permute", "slice", "select", "cast", "expand", "stack", "cat", "lane")
 """Kinds of values that hold elements of others, in their places."""
 _SHAPES = ("reshape", "cast")
-_OTHERS = ("input", "low_rank", "full", "spread", "tile")
+_OTHERS = ("input", "low_rank", "full")
 
 
 def is_computed_weight(value: Value) -> bool:

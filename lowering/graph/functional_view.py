@@ -33,7 +33,7 @@ class NotCanonical(Exception):
     """An operator was used in a way that has no canonical form; its result stays opaque."""
 
 
-ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "tile", "spread", "take", "index"))
+ELEMENTS_OF_FIRST = frozenset(("reshape", "permute", "slice", "select", "expand", "take", "index"))
 """Kinds of values of which each element is one of the first operand."""
 
 
@@ -91,11 +91,8 @@ def is_on_plain_tensors(node: fx.Node) -> bool:
     return not any(map(is_traceable_wrapper_subclass, map(fake_of, node.all_input_nodes)))
 
 
-_INPLACE_OPERATORS = {
-    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
-    operator.ifloordiv: "floordiv", operator.imod: "mod", operator.ipow: "pow", operator.iand: "and_",
-    operator.ior: "or_", operator.ixor: "xor", operator.imatmul: "matmul", operator.setitem: "setitem",
-}  # fmt: skip
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul")
+_INPLACE_OPERATORS = {getattr(operator, f"i{name.strip('_')}"): name for name in _ARITHMETIC} | {operator.setitem: "setitem"}
 _INPLACE_METHODS = {f"__{operator.__name__}__": name for operator, name in _INPLACE_OPERATORS.items()}
 
 

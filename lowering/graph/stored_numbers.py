@@ -36,7 +36,8 @@ def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
     if dtype == torch.bool or dtype.is_complex or source.is_complex:
         return False
     if not dtype.is_floating_point:
-        return not source.is_floating_point and _is_inside(torch.iinfo(source), torch.iinfo(dtype))
+        inner, outer = (None if d.is_floating_point else torch.iinfo(d) for d in (source, dtype))
+        return inner is not None and outer.min <= inner.min and inner.max <= outer.max
     own = torch.finfo(dtype)
     if not source.is_floating_point:
         return torch.iinfo(source).max < min(2 / own.eps, own.max)
@@ -56,7 +57,3 @@ def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
     fp32, bf16, fp32 do; fp32, bf16 and bf16, fp32, fp16 do not, nor does one dtype alone.
     """
     return any(not holds_all(dtype, dtypes[0]) and not holds_all(dtype, dtypes[-1]) for dtype in dtypes[1:-1])
-
-
-def _is_inside(inner: torch.iinfo, outer: torch.iinfo) -> bool:
-    return outer.min <= inner.min and inner.max <= outer.max

@@ -23,7 +23,7 @@ Kinds (``Expr.kind``) and their ``args``:
     distinct (leaf value-expression, var)       1; records that `expr` must differ for different `var`
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 Indices: TypeAlias = tuple["Expr", ...]
@@ -36,6 +36,9 @@ DETACH = "detach"
 
 DROPOUT = "dropout"
 """The function that drops an element with a probability, its parameter, by a number drawn for this element alone."""
+
+STORED = "stored"
+"""The function that is what its argument is: what rows hold that are stored, among factors that say where they land."""
 
 SCALED = "scaled"
 """The function that multiplies by its parameter: a number that is not one with those beside it."""
@@ -55,18 +58,17 @@ class TooLarge(Exception):
 class Expr:
     """One interned expression; compare with ``is``."""
 
-    __slots__ = ("args", "free", "has_dot", "height", "kind", "mentioned", "uid")
+    __slots__ = ("args", "children", "free", "has_dot", "height", "kind", "mentioned", "uid")
 
     def __init__(self, kind: str, args: tuple, uid: int):
         self.kind, self.args, self.uid = kind, args, uid
-        children = list(_children(self))
-        bound = frozenset((args[0],)) if kind in BINDERS else frozenset()
-        free = frozenset().union(*(child.free for child in children)) if children else frozenset()
-        self.free: frozenset[Expr] = frozenset((self,)) if kind == "var" else free - bound
+        parts = _parts(args)
+        bound = frozenset(parts[:1]) if kind in BINDERS else frozenset()
         # A substitution reaches what ``distinct`` is of, on which its value does not depend.
-        parts = [*children, args[0]] if kind == "distinct" else children
-        mentioned = frozenset().union(*(part.mentioned for part in parts)) if parts else self.free
-        self.mentioned: frozenset[Expr] = mentioned - bound
+        children = self.children = parts[1:] if kind in (*BINDERS, "distinct") else parts
+        own = frozenset((self,)) if kind == "var" else frozenset()
+        self.free: frozenset[Expr] = own.union(*(child.free for child in children)) - bound
+        self.mentioned: frozenset[Expr] = own.union(*(part.mentioned for part in parts)) - bound
         self.height: int = max((c.height for c in children), default=0) + (kind in BINDERS)
         self.has_dot: bool = (kind == "sum" and args[0].args[2] == "d") or any(c.has_dot for c in children)
 
@@ -74,15 +76,10 @@ class Expr:
         return f"{self.kind}{self.args}"
 
 
-def _children(e: Expr) -> Iterable[Expr]:
-    kind, args = e.kind, e.args
-    if kind == "linear":
-        return [atom for _, atom in args[1]]
-    if kind in ("leaf", "call"):
-        return args[1]
-    if kind in (*BINDERS, "distinct"):
-        return args[1:]
-    return args if kind in ("add", "mul", "eq") else [arg for arg in args if isinstance(arg, Expr)]
+def _parts(args: tuple) -> list[Expr]:
+    """The expressions among arguments, in tuples as well."""
+    found = [[arg] if isinstance(arg, Expr) else _parts(arg) if isinstance(arg, tuple) else [] for arg in args]
+    return [part for own in found for part in own]
 
 
 def factors_of(e: Expr) -> tuple[Expr, ...]:
@@ -144,4 +141,4 @@ def subexpressions(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = 
         if accept(top):
             yield top
         else:
-            stack.extend(_children(top))
+            stack.extend(top.children)

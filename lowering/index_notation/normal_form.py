@@ -1,10 +1,11 @@
 """The constructors of canonical expressions: every way to spell a sum, a product or an index ends in the same object."""
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
@@ -114,6 +115,11 @@ class Algebra:
         if constant == 0 and len(ordered) == 1 and ordered[0][0] == 1:
             return ordered[0][1]
         return self._intern("linear", constant, ordered)
+
+    def position(self, sizes: Sequence[Size], indices: Sequence[Expr]) -> Expr:
+        """The row-major position of an element among those of a tensor."""
+        strides = accumulate(reversed(sizes[1:]), operator.mul, initial=1)
+        return self.linear(0, zip(strides, reversed(indices), strict=False))
 
     def _split(self, e: Expr, size: Size) -> tuple[Expr, Expr] | None:
         """Quotient and remainder of ``e`` by ``size`` where the linear form shows them."""
@@ -278,10 +284,10 @@ class Algebra:
         if var.kind == "const":
             return body
         body = self._without_permutation(var, body)
-        if (only := self._only_term(var, body)) is not None:
-            return only
-        if (only := self._only_counted(var, body)) is not None:
-            return only
+        if (only := self.only_terms(var, body, of_numbers=body.has_dot)) is not None:
+            return self.sum(*only)
+        if (counted := self._only_counted(var, body)) is not None:
+            return counted
         if (split := self._over_both(self.sum, var, body)) is not None:
             return split
         factors = factors_of(body)
@@ -293,15 +299,28 @@ class Algebra:
             return self.mul(count, *outside)
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
-    def _only_term(self, var: Expr, body: Expr) -> Expr | None:
-        """What is left of the sum over ``var`` of a product with ``var == index``, of experts with a number as index."""
+    def only_terms(self, var: Expr, body: Expr, *, of_numbers: bool = False) -> tuple[Expr, Expr] | None:
+        """What is left of the sum over ``var`` of a product with ``var``, ``var // K`` or ``var % T`` equal to an index.
+
+        Over what that is summed, as K slots of a token are, and of what; ``of_numbers``: of experts, that are numbered alone.
+        """
         factors = factors_of(body)
-        for hit in factors:
-            sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
-            if body.has_dot and any(side.kind != "const" for side in sides):
+        hits = [(hit, *sides) for hit in factors if hit.kind == "eq" for sides in (hit.args, hit.args[::-1])]
+        for hit, own, index in sorted(hits, key=lambda sides: sides[1].kind in ("div", "mod")):
+            whole, size = own.args if own.kind in ("div", "mod") else (own, 1)
+            order = whole.args[0] if whole.kind == "leaf" and whole.args[0].is_permutation else None
+            row = whole if order is None or not same_size(order.shape[0], var.args[1]) else whole.args[1][0]
+            if row is not var or var in index.free or index.height or size == 0:
                 continue
-            if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
-                return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
+            count = exact_quotient(var.args[1], size)
+            fits = count is not None and self.fits(index, size if own.kind == "mod" else count)
+            if not fits or (of_numbers and index.kind != "const"):
+                continue
+            other = self.fresh((body,), count if own.kind == "mod" else size)
+            place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
+            place = place if order is None else self.inverse(order, place)
+            rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
+            return other, rest
         return None
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
@@ -384,11 +403,11 @@ class Algebra:
 
     def _without_permutation(self, var: Expr, body: Expr) -> Expr:
         """Take the summed rows in the order before a permutation of them, where that removes it."""
-        permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,), over=var)
-        if permuted is None or not same_size(permuted.args[0].shape[0], var.args[1]):
+        permutes = subexpressions(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,), over=var)
+        if (permuted := next(permutes, None)) is None or not same_size(permuted.args[0].shape[0], var.args[1]):
             return body
         reordered = self.substitute(body, {var: self.inverse(permuted.args[0], var)})
-        return body if _find(reordered, lambda e: e.kind == "inverse") else reordered
+        return body if any(True for _ in subexpressions(reordered, lambda e: e.kind == "inverse")) else reordered
 
     def eq(self, a: Expr, b: Expr) -> Expr:
         if a is b and _is_number(a):
@@ -501,26 +520,21 @@ class Algebra:
 
     def _rebuild(self, e: Expr, visit: Callable[[Expr], Expr]) -> Expr:
         """``e`` with its parts as ``visit`` gives them."""
-        kind, args = e.kind, e.args
-        match kind:
-            case "var" | "const":
-                return e
-            case "linear":
-                return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
-            case "leaf":
-                indices = tuple(map(visit, args[1]))
-                return e if indices == args[1] else self.leaf(args[0], indices)
-            case "call":
-                operands = tuple(map(visit, args[1]))
-                if operands == args[1]:
-                    return e
-                made = self.call(args[0], operands, *args[2])
-                return self.mul(made) if is_bound(made) else made
-            case "sum" | "any" | "prefix" | "group":
-                parts = (args[0], *map(visit, args[1:]))
-            case _:
-                parts = tuple(visit(arg) if isinstance(arg, Expr) else arg for arg in args)
-        return e if parts == args else getattr(self, kind)(*parts)
+        parts = _mapped(e.args, visit)
+        if parts == e.args:
+            return e
+        if e.kind != "call":
+            return getattr(self, e.kind)(*parts)
+        name, operands, params = parts
+        made = self.call(name, operands, *params)
+        return self.mul(made) if is_bound(made) else made
+
+
+def _mapped(args: tuple, change: Callable[[Expr], Expr]) -> tuple:
+    """Arguments with the expressions among them as ``change`` gives them, in tuples as well."""
+    return tuple(
+        change(arg) if isinstance(arg, Expr) else _mapped(arg, change) if isinstance(arg, tuple) else arg for arg in args
+    )
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
@@ -540,7 +554,3 @@ def _is_number(e: Expr) -> bool:
 
 def _is_chosen(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] == CHOSEN
-
-
-def _find(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = None) -> Expr | None:
-    return next(subexpressions(e, accept, over), None)

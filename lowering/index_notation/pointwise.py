@@ -3,6 +3,7 @@
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -97,17 +98,19 @@ def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) 
 
 
 def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
-    """``mask * kept + (1 - mask) * other`` where one side is zero, or where it is ``other`` plus something masked.
-
-    That is so if ``kept`` adds to ``other``, or if all of ``other`` is zero under the mask.
-    """
-    below = [] if other is algebra.zero else list(other.args if other.kind == "add" else (other,))
-    added = Counter(kept.args if kept.kind == "add" else (kept,))
-    if Counter(below) <= added:
-        kept = algebra.add(*(added - Counter(below)).elements())
-    elif not all(any(differ(f, m) for f in factors_of(term) for m in factors_of(mask)) for term in below):
+    """``mask * kept + (1 - mask) * other`` where one side is zero, or where it is ``other`` plus something masked."""
+    added = added_to(algebra, other, kept, factors_of(mask))
+    if added is None:
         return algebra.mul(_not(algebra, mask), other) if kept is algebra.zero else algebra.call("where", (mask, kept, other))
-    return algebra.add(other, algebra.mul(mask, kept))
+    return algebra.add(other, algebra.mul(mask, added))
+
+
+def added_to(algebra: Algebra, other: Expr, kept: Expr, masks: Sequence[Expr]) -> Expr | None:
+    """What is added to ``other`` where it becomes ``kept``: the rest of that, or all, where ``other`` is zero under a mask."""
+    below, terms = (Counter(e.args if e.kind == "add" else () if e is algebra.zero else (e,)) for e in (other, kept))
+    if below <= terms:
+        return algebra.add(*(terms - below).elements())
+    return kept if all(any(differ(f, m) for f in factors_of(term) for m in masks) for term in below) else None
 
 
 def _not(algebra: Algebra, mask: Expr) -> Expr:

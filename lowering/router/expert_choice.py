@@ -89,7 +89,7 @@ def _read_groups(view: GraphView, left_out: Value, scores: Value) -> tuple[int, 
 
 def _source(value: Value) -> Value:
     """What a value is a view or a cast of."""
-    while value.op in ("reshape", "expand", "spread", "cast", "permute"):
+    while value.op in ("reshape", "expand", "cast", "permute"):
         value = value.args[0]
     return value
 

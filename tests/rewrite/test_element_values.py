@@ -55,7 +55,7 @@ m.flatten().nonzero().flatten() // K
 x[[1, 0, 3]]    x[1:4:2]    x[:, -3:]    x[..., 1]    x[ids]    x[ids, ids]    x[:, ids]    x.take_along_dim(ids, 1)
 x.gather(0, ids)
 x.repeat(2, 3)    x.tile(2)    x.repeat_interleave(2)    x.repeat_interleave(2, 0)    x.flip(0)    x.tensor_split([2, 1])
-x.chunk(4)
+x.chunk(4)    x.repeat(repeats=[2, 1, 1])    torch.tile(x, dims=(2, 1))
 x.unflatten(1, (2, 3)).movedim(0, -1)    torch.stack([x, y], -1)    torch.cat([x, y[:2]])    torch.cat([x[:, :1], y[:, :1]], 1)
 torch.arange(9, 3, -2)    torch.arange(1, end=5)    torch.full((2,), 1.5, dtype=torch.long)    (torch.arange(12) * 3 - 1) // 3
 torch.einsum("td,sd->ts", x, y)    torch.einsum("ba,cb", x, x[:, :5])    torch.einsum(x, [0, 1], y, [2, 1], [0, 2])    x @ y[0]

@@ -2,7 +2,10 @@
 
 import pytest
 import sympy
+import torch
+from torch import fx
 
+from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -128,3 +131,42 @@ def test_a_nest_of_sums_is_rebuilt_once(algebra, monkeypatch):
     moved = algebra.substitute(nest, {t: tokens})
     assert len(closed) == 16
     assert algebra.substitute(moved, {tokens: t}) is nest
+
+
+def _tensor(kind, num_rows):
+    return Value(kind, (), (num_rows,), torch.int64, fx.Graph().placeholder("x"))
+
+
+KEYS = {"row": lambda a, n: n, "token": lambda a, n: a.div(n, 2), "turned": lambda a, n: a.mod(n, 5)}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_rows_at_an_index_are_those_that_have_it(algebra, key):
+    rows, n, t = _tensor("input", 10), algebra.var(1, 10, "r"), algebra.var(0, 10 if key == "row" else 5, "t")
+    e = algebra.sum(n, algebra.mul(algebra.eq(KEYS[key](algebra, n), t), algebra.leaf(rows, (n,))))
+    assert e.kind == ("leaf" if key == "row" else "sum")
+    for number in map(algebra.const, range(t.args[1])):
+        found = algebra.substitute(e, {t: number})
+        if found.kind == "sum":
+            k, body = algebra.open(found)
+            found = algebra.add(*(algebra.substitute(body, {k: algebra.const(i)}) for i in range(k.args[1])))
+        own = [i for i in map(algebra.const, range(10)) if KEYS[key](algebra, i) is number]
+        assert found is algebra.add(*(algebra.leaf(rows, (i,)) for i in own))
+
+
+@pytest.mark.parametrize(("key", "num_rows", "num_tokens"), [("row", 9, 10), ("token", 9, 5), ("token", 8, 5), ("turned", 10, 6)])
+def test_rows_at_an_index_that_may_have_none_stay_compared(algebra, key, num_rows, num_tokens):
+    rows, n, t = _tensor("input", num_rows), algebra.var(1, num_rows, "r"), algebra.var(0, num_tokens, "t")
+    hit = algebra.eq(KEYS[key](algebra, n), t)
+    assert algebra.only_terms(n, algebra.mul(hit, algebra.leaf(rows, (n,)))) is None
+
+
+def test_rows_at_their_place_in_an_order_are_read_there(algebra):
+    rows, order, n, t = _tensor("input", 10), _tensor("argsort", 10), algebra.var(1, 10, "r"), algebra.var(0, 5, "t")
+
+    def of(order):
+        return algebra.sum(n, algebra.mul(algebra.eq(algebra.div(algebra.leaf(order, (n,)), 2), t), algebra.leaf(rows, (n,))))
+
+    k = algebra.var(3, 2, "r")
+    assert of(order) is algebra.sum(k, algebra.leaf(rows, (algebra.inverse(order, algebra.linear(0, [(2, t), (1, k)])),)))
+    assert any(e.kind == "eq" for e in of(_tensor("argsort", 20)).args[1].args)  # some rows of more

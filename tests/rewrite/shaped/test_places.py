@@ -519,7 +519,7 @@ def test_buffers_that_drop_few_or_many(spelling, num_tokens, bias):
     layer = Layer(spelling)
     with torch.no_grad():
         layer.gate.bias[2] = bias
-    assert len(check_against_eager(layer, torch.randn(num_tokens, zoo.D)).rewritten) == (num_tokens > 0)
+    assert len(check_against_eager(layer, torch.randn(num_tokens, zoo.D)).rewritten) == 1
 
 
 def test_buffers_that_drop_in_bf16():
