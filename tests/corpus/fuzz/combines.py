@@ -61,6 +61,8 @@ def _stack(layer: Layer, rng: random.Random) -> list[str]:
             "torch.stack(parts)[ids, torch.arange(T)[:, None]]", "torch.stack(parts, 1)[torch.arange(T).unsqueeze(1), ids]",
         ))  # fmt: skip
         total = rng.choice(("(y * weights.unsqueeze(-1)).sum(1)", "torch.einsum('tkd,tk->td', y, weights)"))
+        if layer.K == 1 and random.Random(chosen + total).random() < 0.5:
+            total = "y[:, 0] * weights"
         return ["parts = [self.expert(e, x) for e in range(E)]", f"y = {chosen}", f"out = {total}"]
     lines = [*_scores(layer, rng), "parts = [self.expert(e, x) for e in range(E)]"]
     return [*lines, rng.choice((
