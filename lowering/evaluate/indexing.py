@@ -26,6 +26,7 @@ class IndexingRules(RunRules):
 
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
+    _numbers_true: dict[Value, set[Size]]
     _counted: Callable[..., Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
@@ -69,6 +70,7 @@ class IndexingRules(RunRules):
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
         (row,) = indices
+        self._numbers_true[mask].add(value.shape[0])
         if self._is_any(row, value.shape[0]):
             return self._true_element(mask, dim, row)
         return self.algebra.leaf(value, indices)
@@ -312,17 +314,23 @@ class IndexingRules(RunRules):
                 yield first, self.element(x, tuple(at), depth)
 
     def _of_all_rows(
-        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int
+        self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int, kept: Expr | None = None
     ) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected."""
-        same = row, keys, body, self.algebra.one
+        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected.
+
+        Rows that were ``kept`` may be selected from again: ``order[kept][torch.where(ids[order][kept] == e)]``.
+        """
+        same = row, keys, body, self.algebra.one if kept is None else kept
         given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
-        if (selected := next(given, None)) is None or row.kind != "var" or len(selected.args[0].shape) != 1:
+        if (selected := next(given, None)) is None or row.kind != "var" or len((mask := selected.args[0]).shape) != 1:
             return same
         position = self.algebra.fresh((row, *at), selected.args[3])
-        *keys, body = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body))
-        known = position.kind == "var" and not any(row in e.free for e in (*keys, body))
-        return (position, keys, body, self.element(selected.args[0], (position,), depth)) if known else same
+        *keys, body, marks = (self.algebra.substitute(e, {selected: position}) for e in (*keys, body, same[-1]))
+        known = position.kind == "var" and not any(row in e.free for e in (*keys, body, marks))
+        if not known or (kept is not None and row.args[1] not in self._numbers_true[mask]):
+            return same
+        marks = self.algebra.mul(marks, self.element(mask, (position,), depth))
+        return self._of_all_rows(position, keys, at, body, depth, marks)
 
     def _land_at_positions(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr
