@@ -214,6 +214,9 @@ class Matcher:
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
+            if (joined := self._dropped_together(terms, tokens)) is not None:
+                chosen = self._experts_of(joined.args[0])
+                return Decline(root, joined.node, Reason.NOT_TWO_PROJECTIONS, _DROPPED_TOGETHER, chosen=chosen)
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
                 ends = min(rows, key=lambda row: self.view.position[row.node]).args[2].node
@@ -306,13 +309,18 @@ class Matcher:
         prove(found is not None, Reason.OTHER_TERMS, _added(odd, feature))
         return found
 
+    def _dropped_together(self, terms: Iterable[Expr], tokens: tuple[Expr, ...]) -> Value | None:
+        """The dropout of rows that several experts made, as in a term: ``F.dropout(torch.cat(outputs), p)[order]``."""
+        dropped = (e for term in terms for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].op == "dropout"))
+        return next((e.args[0] for e in dropped if e.args[1][:-1] != tokens and self._experts_of(e.args[0].args[0])), None)
+
     def _may_combine(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method"):
             return False
         return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node) or self._picks(node)
 
     def _picks(self, node: fx.Node) -> bool:
-        """Whether a node gives each token its own one of several vectors, times a weight or not: a sum over experts of one slot."""
+        """Whether a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
         value = self._result(node)
         if value is None:
             return False
@@ -356,6 +364,9 @@ class Matcher:
         if known is None:
             known = self._choices[term, feature] = chosen_by(term, feature)
         return known
+
+
+_DROPPED_TOGETHER = "dropout of rows of several experts that are joined already; drop those of each expert before"
 
 
 def _picks_one(value: Value) -> bool:
