@@ -92,17 +92,13 @@ class GroupRules:
         return Run(var, counts, number) if alone else None
 
     def _terms_of(self, bound: tuple) -> tuple[Size, Counter | None]:
-        """What a bound has beside numbers that tensors hold, and the terms of these, running sums written out.
-
-        The count of the last expert may be all rows less those of the others. None if tensors hold numbers that count nothing.
-        """
+        """What a bound has beside what tensors hold, and the terms of that, running sums written out; None if not known."""
         known, values = bound
         terms: Counter = Counter()
         for value, times in values:
             for term in written_out(self.algebra, self.element(value, ())):
                 terms[term] += times
-        is_known = not any(term.kind == "const" for term in terms)
-        return known, Counter({term: times for term, times in terms.items() if times}) if is_known else None
+        return known, None if any(term.kind == "const" for term in terms) else Counter({t: n for t, n in terms.items() if n})
 
     def numbered(self, count: Expr) -> "Run | None":
         """A count of one number as that of any, with a variable in its place."""

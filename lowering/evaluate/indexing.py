@@ -316,9 +316,9 @@ class IndexingRules(RunRules):
     def _of_all_rows(
         self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int, kept: Expr | None = None
     ) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """Rows that a mask of one axis selects as all its rows: any of them, its keys, its body, 1 where it is selected.
+        """Rows that masks of one axis select as all their rows: any of them, its keys, its body, 1 where it is selected.
 
-        Rows that were ``kept`` may be selected from again: ``order[kept][torch.where(ids[order][kept] == e)]``.
+            order[kept][torch.where(ids[order][kept] == e)]         of rows that are ``kept`` those that another mask selects
         """
         same = row, keys, body, self.algebra.one if kept is None else kept
         given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
@@ -329,8 +329,7 @@ class IndexingRules(RunRules):
         known = position.kind == "var" and not any(row in e.free for e in (*keys, body, marks))
         if not known or (kept is not None and row.args[1] not in self._numbers_true[mask]):
             return same
-        marks = self.algebra.mul(marks, self.element(mask, (position,), depth))
-        return self._of_all_rows(position, keys, at, body, depth, marks)
+        return self._of_all_rows(position, keys, at, body, depth, self.algebra.mul(marks, self.element(mask, (position,), depth)))
 
     def _land_at_positions(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, kept: Expr

@@ -226,9 +226,8 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 def _put_between(view: GraphView, x: Value, dim: int, part: slice, values: Any) -> Value:
     """``x[:, start:stop] = values``: what stands before it, the values, and what stands behind it."""
     extent = x.shape[dim]
-    require(isinstance(extent, int) and part.step in (None, 1), "rows of which the numbers are known")
+    require(isinstance(extent, int) and part.step in (None, 1) and bool(range(*part.indices(extent))), "rows of known numbers")
     start, stop, _ = part.indices(extent)
-    require(start < stop, "at least one row")
     values = cast(view, expanded(view, tensor(values), (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])), x.dtype)
     parts = sliced(view, x, dim, 0, 1, start), values, sliced(view, x, dim, stop, 1, extent - stop)
     parts = tuple(part for part in parts if part.shape[dim] != 0)
@@ -245,7 +244,7 @@ def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Valu
     dim = sum(map(_axes_of, items[:at]))
     extent = x.shape[dim]
     require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
-    slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
+    slices = view.parts_along(x, dim)
     if of_tensors:
         slices[number] = _put(view, slices[number], others, values, False)
     else:

@@ -36,9 +36,8 @@ class Elements:
         elif operand.turned:
             axes[:2] = axes[1::-1]
         if operand.spread is not None:
-            held, sizes = operand.spread
-            at = self.evaluator.reshape_indices((self.num_tokens,), sizes, (self.token,))
-            axes[:1] = [(n, i if n != 1 else self.algebra.zero) for n, i in zip(held, at, strict=True)]
+            at = self.evaluator.reshape_indices((self.num_tokens,), operand.spread[1], (self.token,))
+            axes[:1] = [(n, i if n != 1 else self.algebra.zero) for n, i in zip(operand.spread[0], at, strict=True)]
         if width == 1:
             axes.remove((width, column))
         shape, at = zip(*axes, strict=True)
