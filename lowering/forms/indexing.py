@@ -229,8 +229,8 @@ def _put_between(view: GraphView, x: Value, dim: int, part: slice, values: Any) 
     require(isinstance(extent, int) and part.step in (None, 1) and bool(range(*part.indices(extent))), "rows of known numbers")
     start, stop, _ = part.indices(extent)
     values = cast(view, expanded(view, tensor(values), (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])), x.dtype)
-    parts = sliced(view, x, dim, 0, 1, start), values, sliced(view, x, dim, stop, 1, extent - stop)
-    parts = tuple(part for part in parts if part.shape[dim] != 0)
+    whole = sliced(view, x, dim, 0, 1, start), values, sliced(view, x, dim, stop, 1, extent - stop)
+    parts = tuple(part for part in whole if part.shape[dim] != 0)
     return view.make("cat", parts, dim, shape=x.shape, dtype=x.dtype) if len(parts) > 1 else values
 
 
