@@ -312,7 +312,8 @@ class Matcher:
     def _dropped_together(self, terms: Iterable[Expr], tokens: tuple[Expr, ...]) -> Value | None:
         """The dropout of rows that several experts made, as in a term: ``F.dropout(torch.cat(outputs), p)[order]``."""
         dropped = (e for term in terms for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].op == "dropout"))
-        return next((e.args[0] for e in dropped if e.args[1][:-1] != tokens and self._experts_of(e.args[0].args[0])), None)
+        joined = (e.args[0] for e in dropped if len(e.args[1]) == 2 and e.args[1][:1] != tokens)
+        return next((value for value in joined if self._experts_of(value.args[0])), None)
 
     def _may_combine(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method"):

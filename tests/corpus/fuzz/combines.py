@@ -1,5 +1,6 @@
 """The families of spellings that run the experts of a layer and combine them, as lines that end in ``out``."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -88,7 +89,8 @@ def _slots(layer: Layer, rng: random.Random) -> list[str]:
 def _select(layer: Layer, rng: random.Random) -> list[str]:
     """A loop over experts that runs each on its own tokens."""
     expert_method(layer, rng)
-    if (own := random.Random("cut" + "".join(layer.expert))).random() < 0.15:  # seeds keep their programs
+    own = random.Random("cut" + "".join(layer.expert))  # seeds keep their programs
+    if own.random() < 0.15 and math.prod(layer.shape) > 1:  # rows of one token name no token
         return _cut(layer, own)
     rows = rng.choice(("x[token]", "x.index_select(0, token)", "x[None, token].reshape(-1, D)"))
     setup: list[str] = []
