@@ -90,7 +90,7 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
     """A loop over experts that runs each on its own tokens."""
     expert_method(layer, rng)
     own = random.Random("cut" + "".join(layer.expert))  # seeds keep their programs
-    if own.random() < 0.15 and math.prod(layer.shape) > 1:  # rows of one token name no token
+    if own.random() < 0.15 and layer.K > 1 < math.prod(layer.shape):  # rows of one token name no token
         return _cut(layer, own)
     rows = rng.choice(("x[token]", "x.index_select(0, token)", "x[None, token].reshape(-1, D)"))
     setup: list[str] = []
