@@ -5,6 +5,7 @@ over what lands on an element, so that a sorted, a masked and a looped spelling 
 Evaluation stops (a leaf) at operators without canonical form, and where `depth` says so.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -57,6 +58,7 @@ class Evaluator(IndexingRules):
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._runs: dict[Value, Run | None] = {}
+        self._numbers_true: dict[Value, set[Size]] = defaultdict(set)  # of a mask, that of its true elements, by any name
         self._first_of: dict[tuple[Run, tuple[Size, ...]], Value] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")

@@ -70,11 +70,11 @@ class GroupRules:
         return None if run is None else self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)})
 
     def _find_run(self, mask: Value) -> "Run | None":
-        lower, upper = (self._terms_of(bound) for bound in mask.args)
-        if lower is None:
+        (start, lower), (end, upper) = (self._terms_of(bound) for bound in mask.args)
+        if None in (lower, upper) or start != 0 or -lower:
             return None
-        counted = [] if upper is None else list((upper - lower).elements())
-        to_the_end = upper is None and same_size(mask.args[1][0], mask.shape[0]) and not mask.args[1][1]
+        to_the_end = not upper and same_size(end, mask.shape[0])
+        counted = list((upper - lower).elements()) if end == 0 and not -upper else []
         sample = counted[0] if len(counted) == 1 else next(iter(lower), None) if to_the_end else None
         if sample is None or not (found := self.numbered(sample)):
             return None
@@ -91,16 +91,14 @@ class GroupRules:
             alone = counted[0] is self.algebra.substitute(counts, {var: self.algebra.const(number)}) and not lower - upper
         return Run(var, counts, number) if alone else None
 
-    def _terms_of(self, bound: tuple) -> Counter | None:
-        """The terms of a sum of numbers that tensors hold, running sums written out; None if there is any other number."""
+    def _terms_of(self, bound: tuple) -> tuple[Size, Counter | None]:
+        """What a bound has beside what tensors hold, and the terms of that, running sums written out; None if not known."""
         known, values = bound
         terms: Counter = Counter()
         for value, times in values:
-            if times < 0:
-                return None
             for term in written_out(self.algebra, self.element(value, ())):
                 terms[term] += times
-        return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
+        return known, None if any(term.kind == "const" for term in terms) else Counter({t: n for t, n in terms.items() if n})
 
     def numbered(self, count: Expr) -> "Run | None":
         """A count of one number as that of any, with a variable in its place."""

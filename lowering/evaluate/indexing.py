@@ -26,6 +26,7 @@ class IndexingRules(RunRules):
 
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
+    _numbers_true: dict[Value, set[Size]]
     _counted: Callable[..., Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
@@ -69,6 +70,7 @@ class IndexingRules(RunRules):
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
         (row,) = indices
+        self._numbers_true[mask].add(value.shape[0])
         if self._is_any(row, value.shape[0]):
             return self._true_element(mask, dim, row)
         return self.algebra.leaf(value, indices)
@@ -231,21 +233,30 @@ class IndexingRules(RunRules):
         return tokens if are_distinct(self.algebra, own, of_token) else row.args[1]
 
     def _of_all_elements(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+        self,
+        row: Expr,
+        keys: list[Expr],
+        at: "Indices",
+        sizes: tuple[Size, ...],
+        body: Expr,
+        depth: int,
+        kept: Expr | None = None,
     ) -> tuple[list[Expr], list[Expr], Expr, Expr]:
         """The true elements of a mask, in whatever order, as all its elements, those at ``at`` where that is their coordinates.
 
+            order[kept][torch.where(ids[order][kept] == e)]         of rows that are ``kept`` those that another mask selects
+
         What these are numbered by, their keys, their body, and 1 where one is true.
         """
-        same = [row] if row.kind == "var" else [], keys, body, self.algebra.one
-        true = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero") if e.args[2].free == row.free)
+        same = [row] if row.kind == "var" else [], keys, body, self.algebra.one if kept is None else kept
+        true = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and _is_row(e.args[2], row)))
         if (selected := next(true, None)) is None:
             return same
         mask, _, order, _ = selected.args
-        if _is_permuted(order) and order.args[1] == (row,) and self._is_any(order, row.args[1]):
-            *keys, body = (self.algebra.substitute(e, {row: self.algebra.inverse(order.args[0], row)}) for e in (*keys, body))
-        elif order is not row:
+        if not self._is_any(order, row.args[1]) or (kept is not None and row.args[1] not in self._numbers_true[mask]):
             return same
+        unordered = {} if order is row else {row: self.algebra.inverse(order.args[0], row)}
+        *keys, body, marks = (self.algebra.substitute(e, unordered) for e in (*keys, body, same[-1]))
         places: dict[Expr, Expr] = {}
         free: list[Expr] = []
         for place in self.algebra.true_place(mask, row):
@@ -256,9 +267,13 @@ class IndexingRules(RunRules):
             places[place] = index
         first = next(iter(places.values()))
         replace = places | dict.fromkeys(self._groups_of_true_elements(row, mask, body), first)
-        *keys, body = (self.algebra.substitute(e, replace) for e in (*keys, body))
-        known = not any(row in e.free for e in (*keys, body))
-        return (free, keys, body, self.element(mask, tuple(places.values()), depth)) if known else same
+        *keys, body, marks = (self.algebra.substitute(e, replace) for e in (*keys, body, marks))
+        if any(row in e.free for e in (*keys, body, marks)):
+            return same
+        marks = self.algebra.mul(marks, self.element(mask, tuple(places.values()), depth))
+        if len(free) != 1:
+            return free, keys, body, marks
+        return self._of_all_elements(free[0], keys, at, sizes, body, depth, marks)
 
     def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr) -> Iterator[Expr]:
         """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
@@ -348,6 +363,11 @@ class _Landed:
 
 def _is_permuted(index: Expr) -> bool:
     return index.kind == "leaf" and index.args[0].is_permutation
+
+
+def _is_row(index: Expr, row: Expr) -> bool:
+    """True if an index is a row, or the place of one in an order of all rows."""
+    return index is row or (_is_permuted(index) and index.args[1] == (row,))
 
 
 def _is_token(index: Expr) -> bool:

@@ -186,6 +186,8 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    if isinstance(items[-1], slice) and not is_between_numbers(items[-1]) and all(item == slice(None) for item in items[:-1]):
+        return _put_between(view, x, len(items) - 1, items[-1], values)
     casts = is_between_numbers(items[0]) and len(items) == 1  # a slice is copied to, which casts
     if is_between_numbers(items[0]):
         items = (positions_between(view, x, items[0], values), *items[1:])
@@ -221,6 +223,17 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
     return tuple(common)
 
 
+def _put_between(view: GraphView, x: Value, dim: int, part: slice, values: Any) -> Value:
+    """``x[:, start:stop] = values``: what stands before it, the values, and what stands behind it."""
+    extent = x.shape[dim]
+    require(isinstance(extent, int) and part.step in (None, 1) and bool(range(*part.indices(extent))), "rows of known numbers")
+    start, stop, _ = part.indices(extent)
+    values = cast(view, expanded(view, tensor(values), (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])), x.dtype)
+    whole = sliced(view, x, dim, 0, 1, start), values, sliced(view, x, dim, stop, 1, extent - stop)
+    parts = tuple(part for part in whole if part.shape[dim] != 0)
+    return view.make("cat", parts, dim, shape=x.shape, dtype=x.dtype) if len(parts) > 1 else values
+
+
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
     """``x[:, i] = values``, ``x[i, mask] = values``: the slices of ``x`` along that axis, one of them another."""
     at = next(at for at, item in enumerate(items) if type(item) is int)
@@ -231,7 +244,7 @@ def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Valu
     dim = sum(map(_axes_of, items[:at]))
     extent = x.shape[dim]
     require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
-    slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
+    slices = view.parts_along(x, dim)
     if of_tensors:
         slices[number] = _put(view, slices[number], others, values, False)
     else:

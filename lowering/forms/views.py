@@ -241,7 +241,8 @@ def _pad(view: GraphView, x: Any, pad: Any, mode: str = "constant", value: Any =
         shape, d = tensor(x).shape, len(x.shape) - 1 - i
         before, behind = (filled(view, value or 0, (*shape[:d], n, *shape[d + 1 :]), x.dtype) for n in sizes)
         parts = tuple(part for part in (before, x, behind) if part is x or part.shape[d])
-        x = view.make("cat", parts, d, shape=(*shape[:d], sum(sizes) + shape[d], *shape[d + 1 :]), dtype=x.dtype)
+        if len(parts) > 1:
+            x = view.make("cat", parts, d, shape=(*shape[:d], sum(sizes) + shape[d], *shape[d + 1 :]), dtype=x.dtype)
     return x
 
 

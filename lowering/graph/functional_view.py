@@ -305,6 +305,13 @@ class GraphView:
             )  # fmt: skip
         return fake
 
+    def parts_along(self, x: Value, dim: int) -> list[Value]:
+        """The parts of a tensor along an axis; none where only a call tells how many."""
+        if x.op == "stack" and x.args[1] == dim:
+            return list(x.args[0])
+        shape, n = (*x.shape[:dim], *x.shape[dim + 1 :]), x.shape[dim] if isinstance(x.shape[dim], int) else 0
+        return [self.make("select", x, dim, i, shape=shape, dtype=x.dtype) for i in range(n)]
+
     # The walk.
 
     def _visit(self, node: fx.Node) -> None:
@@ -422,6 +429,11 @@ class GraphView:
             elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
                 rows = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
                 self._record(alias, rows)
+            elif before.op == "select" and before.args[0] is held and self._are_rows(target, alias):
+                _, dim, number = before.args
+                parts = [value if i == number else part for i, part in enumerate(self.parts_along(held, dim))]
+                whole = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
+                self._record(alias, whole if number in range(len(parts)) else self.opaque(alias, at))
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
                                               dtype=value.dtype))  # fmt: skip
@@ -448,7 +460,7 @@ class GraphView:
         return place
 
     def _are_rows(self, part: fx.Node, whole: fx.Node) -> bool:
-        """``part`` is a slice of ``whole``, with bounds that only the data tell."""
+        """``part`` is a part of ``whole`` along an axis: one index of it, or a slice with bounds that only the data tell."""
         of = part.args[0]
         return isinstance(of, fx.Node) and isinstance(fake_of(of), torch.Tensor) and self._is_same_place(of, whole)
 

@@ -74,7 +74,7 @@ class Matcher:
     def __init__(self, view: GraphView, refusal: Refusal, elsewhere: Sequence[MoEMatch | Decline] = ()):
         """``refusal`` judges each match; ``elsewhere`` are the layers that were found in the other view of the graph."""
         self.view, self._refusal, self._elsewhere = view, refusal, elsewhere
-        self._combining = {node: number for number, node in enumerate(filter(_may_combine, view.position))}
+        self._combining = {node: number for number, node in enumerate(filter(self._may_combine, view.position))}
         self._evaluate(frozenset())
 
     def _evaluate(self, opaque: frozenset[Value]) -> None:
@@ -214,13 +214,16 @@ class Matcher:
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
+            if (joined := self._dropped_together(terms, tokens)) is not None:
+                chosen = self._experts_of(joined.args[0])
+                return Decline(root, joined.node, Reason.NOT_TWO_PROJECTIONS, _DROPPED_TOGETHER, chosen=chosen)
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
                 ends = min(rows, key=lambda row: self.view.position[row.node]).args[2].node
                 detail = f"the groups of '{ends.name}' are {NO_COUNTS}"
                 return Decline(root, ends, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
             masked = [term for term in terms if holds_comparison(term) and _is_vector(term, feature)]
-            if len(masked) < 2:
+            if len(masked) < 2 or self._picks(root):
                 return None
             counts = self._chosen(masked, feature)
             projects = has_one_projection(masked, feature)
@@ -306,6 +309,25 @@ class Matcher:
         prove(found is not None, Reason.OTHER_TERMS, _added(odd, feature))
         return found
 
+    def _dropped_together(self, terms: Iterable[Expr], tokens: tuple[Expr, ...]) -> Value | None:
+        """The dropout of rows that several experts made, as in a term: ``F.dropout(torch.cat(outputs), p)[order]``."""
+        dropped = (e for term in terms for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].op == "dropout"))
+        joined = (e.args[0] for e in dropped if len(e.args[1]) == 2 and e.args[1][:1] != tokens)
+        return next((value for value in joined if self._experts_of(value.args[0])), None)
+
+    def _may_combine(self, node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method"):
+            return False
+        return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node) or self._picks(node)
+
+    def _picks(self, node: fx.Node) -> bool:
+        """Whether a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
+        value = self._result(node)
+        if value is None:
+            return False
+        is_product = value.op == "pointwise" and value.args[0] == "mul"
+        return any(map(_picks_one, value.args[1] if is_product else (value,)))
+
     def _result(self, root: fx.Node) -> Value | None:
         value = self.view.result(root)
         fits = isinstance(value, Value) and len(value.shape) >= 2 and value.dtype.is_floating_point
@@ -345,10 +367,18 @@ class Matcher:
         return known
 
 
-def _may_combine(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node)
+_DROPPED_TOGETHER = "dropout of rows of several experts that are joined already; drop those of each expert before"
+
+
+def _picks_one(value: Value) -> bool:
+    """True if each token has its own one of several vectors.
+
+        outputs.gather(1, ids[:, None, None].expand(-1, 1, D)).squeeze(1), torch.stack(outputs)[ids, torch.arange(T)]
+    """
+    while value.op in ("reshape", "cast", "select"):
+        value = value.args[0]
+    by_several = value.op == "take" or (value.op == "index" and sum(index is not None for index in value.args[1]) > 1)
+    return by_several and len(value.args[0].shape) > 2
 
 
 def _added(term: Expr | None, feature: Expr) -> str:

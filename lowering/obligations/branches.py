@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.depth import accumulators
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
@@ -393,8 +393,20 @@ class _Proof:
         made_beside = self.view.position.get(before.node, -1) > self.fork
         for base in (accumulators(before) if made_beside else [before]) if before.dtype.is_floating_point else ():
             self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
-        one, other = (self.evaluator.try_element(value, indices) for value in (before, after))
-        return one is not None and other is not None and self.zeros.without(one) is self.zeros.without(other)
+        return self._same_at(before, after, indices)
+
+    def _same_at(self, before: Value, after: Value, indices: Indices) -> bool:
+        """Whether two values have the same elements, taken one by one along an axis where each is a formula of its own.
+
+            counts[e] = mask.sum()          of a mask that is false
+        """
+        try:
+            one, other = (self.evaluator.element(value, indices) for value in (before, after))
+        except Unroll as unroll:
+            numbers = range(n) if isinstance(n := unroll.var.args[1], int) and unroll.var in indices else ()
+            each = (tuple(self.evaluator.algebra.const(i) if at is unroll.var else at for at in indices) for i in numbers)
+            return len(numbers) > 0 and all(self._same_at(before, after, at) for at in each)
+        return self.zeros.without(one) is self.zeros.without(other)
 
     def _element(self, value: Value) -> Expr | None:
         """What any element of a mask is, or the only one of a number."""

@@ -8,9 +8,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
-from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
+from moeblaze_ops.lowering.graph.effects import ASSERTS, acts_beside_tensors, has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, graphs_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import LEAF, shared_with_host
 from moeblaze_ops.lowering.torch_internals.callers import places
@@ -64,9 +65,23 @@ def _may_be_zero(size: int | torch.SymInt) -> bool:
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
-    """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line."""
-    nodes = [node for node in all_nodes(gm) if node in work and (has_effect(node) or target_name(node) in ASSERTS)]
-    return named(nodes)
+    """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line.
+
+    What is written is proven to be what is there: where it is a count it is so without a rounding, and without a gradient.
+
+        load[e] = (ids == e).sum()              but not  load[e] = weights[ids == e].sum()
+    """
+    left = [node for node in all_nodes(gm) if node in work]
+    writes = (node for node in left if has_effect(node) and (acts_beside_tensors(node) or not _writes_counts(node)))
+    return named([*writes, *(node for node in left if target_name(node) in ASSERTS)])
+
+
+def _writes_counts(node: fx.Node) -> bool:
+    """True if integers alone are written to a tensor without gradient, or what it holds itself."""
+    written = {storage_of(target) for target in written_nodes(node)}
+    others = [operand for operand in node.all_input_nodes if storage_of(operand) not in written]
+    whole = all(isinstance(fake := fake_of(operand), torch.Tensor) and is_integral(fake.dtype) for operand in others)
+    return bool(written) and None not in written and whole and not any(map(needs_gradient, node.all_input_nodes))
 
 
 def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:

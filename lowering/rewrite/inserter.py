@@ -84,7 +84,14 @@ class Inserter(NodeInserter):
             join, width = (torch.stack, width) if operand.of_slots else (torch.cat, 1)
             return self.call(join, [self.rows(slot, width) for slot in slots], 1)
         node, fake = self._read(operand), fake_of(operand.node)
-        if operand.of_slots:
+        if operand.order is not None:
+            order = self.call("clone", operand.order) if operand.order in self._copied else operand.order
+            node = self.call("scatter", self.call(torch.zeros_like, node), 0, order, node)
+        if operand.spread is not None:
+            held, sizes = operand.spread
+            node = self.call("expand", self.call("reshape", node, (*held, width)), (*sizes, width))
+            node = self.call("reshape", node, (-1, width))
+        elif operand.of_slots:
             node = self.call("reshape", node, (top_k, -1, width) if operand.turned else (-1, top_k, width))
             node = self.call("transpose", node, 0, 1) if operand.turned else node
         elif operand.turned:

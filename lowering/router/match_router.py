@@ -60,7 +60,7 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     weights, experts = match.weights, match.experts
     if weights is None or weights.rest or weights.detached or experts is None or experts.rest:
         return None
-    if not breaks_ties_as_topk(fake_of(match.x.node).device):
+    if weights.spread or experts.spread or not breaks_ties_as_topk(fake_of(match.x.node).device):
         return None
     scores, ids = (view.value_at(operand.node, view.position[match.root]) for operand in (weights, experts))
     ids = _behind(ids, _same_order)

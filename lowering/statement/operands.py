@@ -35,9 +35,16 @@ class Elements:
             operand = (operand, *operand.rest)[own.args[0]]
         elif operand.turned:
             axes[:2] = axes[1::-1]
+        if operand.spread is not None:
+            at = self.evaluator.reshape_indices((self.num_tokens,), operand.spread[1], (self.token,))
+            axes[:1] = [(n, i if n != 1 else self.algebra.zero) for n, i in zip(operand.spread[0], at, strict=True)]
         if width == 1:
             axes.remove((width, column))
         shape, at = zip(*axes, strict=True)
+        if operand.order is not None:
+            order, rows = self._value(operand.order), math.prod(shape)
+            assert order.is_permutation, order
+            shape, at = (rows,), (self.algebra.inverse(order, *self.evaluator.reshape_indices(shape, (rows,), at)),)
         return self._times(operand, self._at(self._value(operand.node), shape, at, depth))
 
     def of_input(self, operand: Operand, feature: Expr) -> Expr:

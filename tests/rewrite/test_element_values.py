@@ -87,6 +87,12 @@ WRITES = """
 out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
 out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
 out = torch.zeros_like(x); out[:, 2] = x[:, 2]; out[2:4] += y[2:4]; return out * 2
+out = x.clone(); out[1:3] = y[0]; out[:, 4:] = 2; out[..., -1:] = y[:, :1]; return out, out[2]
+out = torch.zeros(5, dtype=torch.long); out[1:] = ids[:4, 0].cumsum(0); out[-1:] = x[:1, 0]; out[::2] = 7; return out, out * 2
+out = x.clone(); out[:] = y[:1]; out[2:2] = 1; out[-9:2, 1:3] = y[0, 0]; return out, out[0]
+out = x.clone(); out[1] += y[0]; out[2].mul_(3); out[:, 1] -= 1; return out, out[1]
+out = torch.zeros_like(x); row = out[0]; row += 1; out[1] += y[2]; out[0] += x[0]; return out, row, out.T
+c = torch.zeros(5, dtype=torch.long); c[1] += ids.sum(); c[-1] += 2; p = c[3:4]; p += 1; c[3] += 1; return c, p
 out = x.clone(); flat = out.view(-1); flat[3:9] = 2; out.unsqueeze(0).add_(y); return flat, out
 m = ids[:, 0] == 1; out = torch.stack([x, y]); out[1, m] = x[m]; out[ids[:2, 0] // 9, 0] = 1; return out, out[1, m]
 m = ids[:, 0] == 1; out = torch.stack([x, y]) * m[:, None]; rows = out[0, m]; out[0, m] = y[m]; return out, rows

@@ -27,7 +27,8 @@ class Operand:
 
     ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them; ``turned``: it holds
     them as ``[E, T]``. ``of_slots``: it holds ``[T, K, C]``, or turned ``[K, T, C]``. ``rest``: it holds the first slot of each
-    token, and these the others. ``detached``: it gets no gradient.
+    token, and these the others. ``detached``: it gets no gradient. ``order``: this node holds a permutation of all slots, in
+    whose order it has them. ``spread``: it holds ``[*sizes, C]`` of the first sizes, which are broadcast to those of the tokens.
     """
 
     node: fx.Node
@@ -38,10 +39,12 @@ class Operand:
     of_slots: bool = False
     rest: tuple["Operand", ...] = ()
     detached: bool = False
+    order: fx.Node | None = None
+    spread: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        return (self.node, *(slot.node for slot in self.rest))
+        return (self.node, *([self.order] if self.order else []), *(slot.node for slot in self.rest))
 
     @property
     def is_rounded(self) -> bool:
@@ -56,6 +59,10 @@ Places: TypeAlias = Callable[[tuple[Size, ...]], Sequence[Indices] | None]
 
 Axis: TypeAlias = tuple[Size, Indices]
 """The size of an axis and the index of each target, or one for all of them."""
+
+
+_ROW = -7
+"""The level of the variable that stands for a row in an order of slots."""
 
 
 class Finder:
@@ -79,8 +86,23 @@ class Finder:
         """
         key = (targets, columns, depth, integers)
         if key not in self._found:
-            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth, integers=integers)
+            found = self._latest(targets, self._of_tokens(columns, width), depth, integers=integers)
+            self._found[key] = found or self._of_sequences(targets, columns, width, depth, integers=integers)
         return self._found[key]
+
+    def _of_sequences(
+        self, targets: Indices, columns: Indices, width: Size, depth: int, *, integers: bool
+    ) -> Operand | None:
+        """The node whose element is the same for all tokens along some axes, as ids ``[B, K]`` of tokens ``[B, S]`` are."""
+        tells = set().union(*(target.free for target in targets))
+        sizes = tuple(size if token in tells else 1 for size, token in zip(self._sizes, self._tokens, strict=True))
+        if not all(isinstance(size, int) for size in self._sizes) or math.prod(sizes) in (1, self.num_tokens):
+            return None
+        zero = self._evaluator.algebra.zero
+        tokens = [(size, (zero if size == 1 else token,)) for size, token in zip(sizes, self._tokens, strict=True)]
+        places = self._over([*tokens, (width, columns)], len(columns), reshaped=True)
+        found = self._latest(targets, places, depth, integers=integers)
+        return found and replace(found, spread=(sizes, self._sizes))
 
     def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
         """The node over axes, the first two of them ``turned`` or not, that has every target; ``reshaped``: in any shape."""
@@ -101,6 +123,22 @@ class Finder:
             multiples = rests if held is None else tuple(self._evaluator.algebra.mul(held, rest) for rest in rests)
             if (found := self.find(multiples, columns, width, depth)) is not None:
                 return replace(found, factor=numbers[0] / (1 if held is None else held.args[0]))
+        return None
+
+    def find_sorted(self, target: Expr, slot: Expr, top_k: int) -> Operand | None:
+        """The node that has the target of every slot in the order of a permutation, and the node of that.
+
+            order = ids.flatten().argsort();  kept = torch.arange(T * K) - starts[ids.flatten()[order]] < capacity
+        """
+        row = self._evaluator.algebra.var(_ROW, self.num_tokens * top_k, "r")
+        of_rows = self._over([(row.args[1], (row,))], 1)
+        for node, order, _ in self._read(of_rows, 0):
+            if order.is_permutation:
+                place = self._evaluator.algebra.leaf(order, (row,))
+                at = self._evaluator.reshape_indices((row.args[1],), (*self._sizes, top_k), (place,))
+                own = self._evaluator.algebra.substitute(target, dict(zip((*self._tokens, slot), at, strict=True)))
+                if (found := self._latest((own,), of_rows)) is not None:
+                    return replace(found, order=node)
         return None
 
     def order_of(self, targets: Sequence[Expr]) -> list[int] | None:

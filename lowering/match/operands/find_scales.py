@@ -113,6 +113,9 @@ def _mask(algebra: Algebra, finder: Finder, routing: Routing, factor: Expr) -> S
         for column, width in ((algebra.zero, 1), *([(slot, slot.args[1])] if slot is not None else [])):
             if (operand := finder.find((target,), (column,), width)) is not None:
                 return Scale(operand, width, is_mask=True, is_negated=target is not factor)
+        column, width = (algebra.zero, 1) if slot is None else (slot, slot.args[1])
+        if (operand := finder.find_sorted(target, column, width)) is not None:
+            return Scale(operand, width, is_mask=True, is_negated=target is not factor)
     return None
 
 

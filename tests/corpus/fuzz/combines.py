@@ -1,5 +1,6 @@
 """The families of spellings that run the experts of a layer and combine them, as lines that end in ``out``."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -61,6 +62,8 @@ def _stack(layer: Layer, rng: random.Random) -> list[str]:
             "torch.stack(parts)[ids, torch.arange(T)[:, None]]", "torch.stack(parts, 1)[torch.arange(T).unsqueeze(1), ids]",
         ))  # fmt: skip
         total = rng.choice(("(y * weights.unsqueeze(-1)).sum(1)", "torch.einsum('tkd,tk->td', y, weights)"))
+        if layer.K == 1 and random.Random(chosen + total).random() < 0.5:
+            total = "y[:, 0] * weights"
         return ["parts = [self.expert(e, x) for e in range(E)]", f"y = {chosen}", f"out = {total}"]
     lines = [*_scores(layer, rng), "parts = [self.expert(e, x) for e in range(E)]"]
     return [*lines, rng.choice((
@@ -86,6 +89,9 @@ def _slots(layer: Layer, rng: random.Random) -> list[str]:
 def _select(layer: Layer, rng: random.Random) -> list[str]:
     """A loop over experts that runs each on its own tokens."""
     expert_method(layer, rng)
+    own = random.Random("cut" + "".join(layer.expert))  # seeds keep their programs
+    if own.random() < 0.15 and layer.K > 1 < math.prod(layer.shape):  # rows of one token name no token
+        return _cut(layer, own)
     rows = rng.choice(("x[token]", "x.index_select(0, token)", "x[None, token].reshape(-1, D)"))
     setup: list[str] = []
     chosen = rng.choice(("where", "nonzero", "columns", "one_hot", "share", "boolean"))
@@ -115,6 +121,22 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
         add = step[-1].replace(" * s", "").replace("s * ", "")
         step = [*find, f"s = {weight}", f"y = self.expert(e, ({rows} * s).to(x.dtype))", add]
     return [*setup, _fresh(layer, rng), "for e in range(E):", *indented(step, 1)]
+
+
+def _cut(layer: Layer, rng: random.Random) -> list[str]:
+    """Rows of slots that a mask keeps, sorted by expert or not, from which each expert's are selected."""
+    layer.expert = [line for line in layer.expert if "dropout" not in line]
+    count = "(F.one_hot(flat, E).cumsum(0) - 1).gather(1, flat[:, None])[:, 0]"
+    place = "torch.arange(T * K) - (counts.cumsum(0) - counts)[flat[order]]"
+    kept = rng.choice((f"{place} < 3", f"({place}) % 3 > 0", "weights.reshape(-1)[order] > 0.2", f"({count})[order] < 3"))
+    order = rng.choice(("flat.argsort(stable=True)", "flat.sort(stable=True)[1]", "torch.arange(T * K)"))
+    rows = rng.choice(("torch.where(chosen == e)[0]", "(chosen == e).nonzero()[:, 0]", "chosen == e"))
+    return [
+        "flat = ids.reshape(-1)", f"order = {order}", "counts = torch.bincount(flat, minlength=E)", f"order = order[{kept}]",
+        "chosen, token, s = flat[order], order // K, weights.reshape(-1)[order, None]", _fresh(layer, rng),
+        "for e in range(E):", f"    rows = {rows}",
+        "    out.index_add_(0, token[rows], self.expert(e, x[token[rows]]) * s[rows])",
+    ]  # fmt: skip
 
 
 def _stored(layer: Layer, rng: random.Random) -> list[str]:

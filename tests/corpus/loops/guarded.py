@@ -237,8 +237,20 @@ def all_behind_one_guard(self, x, weights, ids):
     return out
 
 
+def counts_beside(self, x, weights, ids):
+    """How many tokens each expert has is noted in a tensor, where none is zero."""
+    out, counts = torch.zeros_like(x), x.new_zeros(len(self.experts))
+    for e, expert in enumerate(self.experts):
+        mask = (ids == e).any(dim=-1)
+        if mask.any():
+            share = (weights * (ids == e)).sum(dim=-1, keepdim=True)
+            out[mask] += expert(x[mask]) * share[mask]
+            counts[e] += mask.sum()
+    return out * counts.max()
+
+
 GUARDED = (
-    all_behind_one_guard, positive_share, slots_by_division, slots_by_function, slots_of_turned_ids,
+    all_behind_one_guard, positive_share, counts_beside, slots_by_division, slots_by_function, slots_of_turned_ids,
     if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
     gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
 )  # fmt: skip
@@ -334,6 +346,8 @@ _CHANGES = {
     ),
     "some_behind_one_guard": (all_behind_one_guard, ("len(self.experts)).any", "len(self.experts))[..., 1:].any")),
     "share_of_one_at_least": (positive_share, ("if mask.any()", "if scores[:, e].sum() >= 1")),
+    "counts_one_more": (counts_beside, ("+= mask.sum()", "+= mask.sum() + 1")),
+    "counts_for_another": (counts_beside, ("counts[e] +=", "counts[0] =")),
     "share_of_the_next": (positive_share, ("if mask.any()", "if (scores[:, e - 1] > 0).any()")),
     "hit_counted": (
         _hit, (_BEGIN, "out, hits = torch.zeros_like(x), 0\n"), (_RETURN, "        hits = hits + 1\n    return out * hits"),

@@ -298,6 +298,21 @@ def by_function_of_numbers(self, x, weights, ids):
     return out
 
 
+def stored_starts(self, x, weights, ids):
+    """Starts in a tensor that is written behind its first element, read one by one."""
+    order, token, scale = sorted_by_expert(self, x, weights, ids)
+    counts = torch.bincount(ids.view(-1), minlength=len(self.experts))
+    starts, out = torch.zeros_like(counts), torch.zeros_like(x)
+    starts[1:] = counts[:-1].cumsum(0)
+    for e, expert in enumerate(self.experts):
+        start, count = starts[e].item(), counts[e].item()
+        if count == 0:
+            continue
+        rows = token[start : start + count]
+        out.index_add_(0, rows, expert(x[rows]) * scale[start : start + count])
+    return out
+
+
 def _padded(self, rows, counts):
     """torchtitan's experts without grouped_mm: rows behind the last group, if there are any, become zeros."""
     sizes = counts.tolist()
@@ -320,7 +335,7 @@ SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
-    padded_ends,
+    padded_ends, stored_starts,
     counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)

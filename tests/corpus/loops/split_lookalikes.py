@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.corpus.loops.split import padded_ends, run_expert, sorted_by_expert, sparse_dispatcher  # noqa: F401
+from tests.corpus.loops.split import padded_ends, run_expert, sorted_by_expert, sparse_dispatcher, stored_starts  # noqa: F401
 from tests.corpus.zoo.changed import all_changed
 
 
@@ -47,6 +47,8 @@ _SORTED = "order, token, scale = sorted_by_expert(self, x, weights, ids)"
 _COUNTS = "ids.flatten().bincount(minlength=len(self.experts)).tolist()"
 _RESULT = "torch.cat(outputs) * scale)"
 _CHANGES = {
+    "starts_one_later": (stored_starts, ("counts[:-1].cumsum(0)", "counts[1:].cumsum(0)")),
+    "starts_behind_two": (stored_starts, ("starts[1:] = counts[:-1]", "starts[2:] = counts[:-2]")),
     "reads_a_count": (in_turn, ("scale[start:end])", "scale[start:end] * count)")),
     "one_row_too_many": (in_turn, ("end = start + count", "end = start + count + 1"), ("start = end", "start = end - 1")),
     "never_moves_on": (in_turn, ("        start = end\n", "")),

@@ -53,6 +53,35 @@ def test_a_function_of_selected_rows(name, function):
     assert f"an expert reads '{name}' of the rows that it selects; compute it of all tokens first" in layer.detail
 
 
+def test_experts_of_three_projections_are_told_so():
+    """A first one might be that of all experts: nothing is said of norms and functions of the rows."""
+    first = torch.randn(zoo.D, zoo.D)
+    (layer,) = rewrite_of(_of_rows(lambda rows: torch.tanh(rows @ first)), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "NOT_TWO_PROJECTIONS" and "three projections, one after another" in layer.detail
+    inner = _of_rows(torch.tanh).experts
+    of_others = zoo.StackedMoE(lambda self, x, *routing: inner(self, x @ first, *routing), "split")
+    (layer,) = rewrite_of(of_others, torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "DIFFERENT_INPUTS"
+
+
+def _dropped_when_joined(self, x, weights, ids):
+    order = ids.flatten().argsort()
+    parts = x[order // ids.shape[1]].split(F.one_hot(ids.flatten(), self.E).sum(0).tolist())
+    y = torch.cat([(F.silu(p @ self.w1[e]) * (p @ self.w3[e])) @ self.w2[e] for e, p in enumerate(parts)])
+    y = F.dropout(y, 0.5) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // ids.shape[1], y)
+
+
+def test_dropout_of_joined_outputs_is_told_so():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        (layer,) = rewrite_of(zoo.StackedMoE(_dropped_when_joined, "split"), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "NOT_TWO_PROJECTIONS" and "dropout of rows of several experts" in layer.detail
+    inner = _of_rows(lambda rows: rows).experts
+    dropped = zoo.StackedMoE(lambda self, x, *routing: F.dropout(inner(self, x, *routing)), "split")
+    backend = rewrite_of(dropped, torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
 def _one_projection(self, x, weights, ids):
     shares = [(weights * (ids == e)).sum(-1, keepdim=True) for e in range(self.E)]
     return sum(x @ self.w1[e, :, : zoo.D] * share for e, share in enumerate(shares))

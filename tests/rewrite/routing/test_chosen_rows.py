@@ -119,6 +119,63 @@ def test_experts_of_a_token(fp64, combine, K):
     assert [candidate.K for candidate in backend.rewritten] == [K] and not backend.reasons
 
 
+class Function(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(x)
+
+
+PICKED = {
+    "by two subscripts": "torch.stack(outs)[ids[:, 0], torch.arange(len(x))]",
+    "of the middle axis": "torch.stack(outs, 1)[torch.arange(len(x)), ids[:, 0]]",
+    "by gather": "torch.stack(outs, 1).gather(1, ids[:, :, None].expand(-1, -1, x.shape[-1])).squeeze(1)",
+    "of the last axis": "torch.stack(outs, -1).gather(-1, ids[..., None].expand(-1, x.shape[-1], 1))[..., 0]",
+    "along": "torch.take_along_dim(torch.stack(outs, 1), ids.unsqueeze(-1), 1)[:, 0]",
+}
+NOT_PICKED = {
+    "next token": ("torch.arange(len(x))]", "torch.arange(len(x)).roll(1)]"),
+    "counted from the end": ("ids[:, 0]", "ids[:, 0] - 1"),
+    "the outputs so far": ("torch.stack(outs)", "torch.stack(outs).cumsum(0)"),
+    "an output of all tokens": ("torch.stack(outs)", "torch.stack([*outs[:-1], outs[-1].flip(0)])"),
+}
+
+
+def picks(line):
+    """A layer of one expert a token that is no sum: ``line`` picks its output, weighted or not."""
+    namespace = {"torch": torch}
+    exec(f"def picked(self, x, weights, ids):\n outs = [expert(x) for expert in self.experts]\n return {line}", namespace)
+    return namespace["picked"]
+
+
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("name", PICKED)
+def test_one_of_the_outputs_is_picked(fp64, name, weighted):
+    layer = zoo.ModuleListMoE(picks(PICKED[name] + " * weights" * weighted), K=1)
+    assert_replaced(check_against_eager(layer, torch.randn(10, zoo.D)))
+
+
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("name", NOT_PICKED)
+def test_what_is_not_picked_of_the_outputs(fp64, name, weighted):
+    line = PICKED["by two subscripts"]
+    assert line.count(NOT_PICKED[name][0]) == 1
+    layer = zoo.ModuleListMoE(picks(line.replace(*NOT_PICKED[name]) + " * weights" * weighted), K=1)
+    assert not check_against_eager(layer, torch.randn(10, zoo.D)).rewritten
+
+
+def test_picked_rows_are_no_layer():
+    """Neither tokens that are kept, nor one of several states of each: no experts, hence nothing to say of them."""
+    states, at = torch.randn(3, 10, 4), torch.randint(3, (10,))
+    kept = torch.rand(3, 10).topk(5, -1).indices[..., None].expand(-1, -1, 4)
+    backend = check_against_eager(Function(lambda s: s.gather(1, kept) * 2), states)
+    assert not backend.candidates
+    stacked = Function(lambda s: torch.stack([s[0], s[1].sin(), s[2].cos()])[at, torch.arange(10)] * 2)
+    assert not check_against_eager(stacked, states).candidates
+
+
 class GatedLinearUnit(nn.Module):
     """``torch.nn.GLU`` over ``dim`` between two layers."""
 
