@@ -316,10 +316,7 @@ class IndexingRules(RunRules):
     def _of_all_rows(
         self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int, kept: Expr | None = None
     ) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """Rows that masks of one axis select as all their rows: any of them, its keys, its body, 1 where it is selected.
-
-            order[kept][torch.where(ids[order][kept] == e)]         of rows that are ``kept`` those that another mask selects
-        """
+        """Rows that masks of one axis select, from ``kept`` ones again, as all rows: any, its keys and body, 1 where selected."""
         same = row, keys, body, self.algebra.one if kept is None else kept
         given = (e for key in keys for e in subexpressions(key, lambda e: e.kind == "nonzero" and e.args[2] is row))
         if (selected := next(given, None)) is None or row.kind != "var" or len((mask := selected.args[0]).shape) != 1:
