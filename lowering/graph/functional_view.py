@@ -420,6 +420,7 @@ class GraphView:
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
         before = self._now[target]
+        value = self.opaque(target, at) if _overlaps(fake_of(target)) else value
         storage = storage_of(target)
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
@@ -433,7 +434,8 @@ class GraphView:
                 _, dim, number = before.args
                 parts = [value if i == number else part for i, part in enumerate(self.parts_along(held, dim))]
                 whole = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
-                self._record(alias, whole if number in range(len(parts)) else self.opaque(alias, at))
+                apart = number in range(len(parts)) and not _overlaps(fake_of(alias))
+                self._record(alias, whole if apart else self.opaque(alias, at))
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
                                               dtype=value.dtype))  # fmt: skip
@@ -463,6 +465,13 @@ class GraphView:
         """``part`` is a part of ``whole`` along an axis: one index of it, or a slice with bounds that only the data tell."""
         of = part.args[0]
         return isinstance(of, fx.Node) and isinstance(fake_of(of), torch.Tensor) and self._is_same_place(of, whole)
+
+
+def _overlaps(fake: torch.Tensor) -> bool:
+    """True if elements share memory, as those of ``row.expand(3, -1)`` and ``x.unfold(0, 3, 1)``: a write to one is to more."""
+    axes = sorted((s, n) for s, n in zip(fake.stride(), fake.shape, strict=True) if type(s) is type(n) is int and n > 1)
+    ends = [1, *(stride * size for stride, size in axes)]
+    return any(stride < end for (stride, _), end in zip(axes, ends, strict=False))
 
 
 def _buffer(node: fx.Node) -> int | fx.Node:

@@ -93,6 +93,12 @@ out = x.clone(); out[:] = y[:1]; out[2:2] = 1; out[-9:2, 1:3] = y[0, 0]; return 
 out = x.clone(); out[1] += y[0]; out[2].mul_(3); out[:, 1] -= 1; return out, out[1]
 out = torch.zeros_like(x); row = out[0]; row += 1; out[1] += y[2]; out[0] += x[0]; return out, row, out.T
 c = torch.zeros(5, dtype=torch.long); c[1] += ids.sum(); c[-1] += 2; p = c[3:4]; p += 1; c[3] += 1; return c, p
+row = torch.zeros(6).double(); out = row.expand(3, 6); out[1] += y[0]; return out * 1, row
+flat = x.reshape(-1).clone(); out = flat.unfold(0, 6, 3); out[1] += y[0]; return out * 1, flat
+row = torch.zeros(6).double(); out = row.expand(3, 6); out[1] = y[0]; out[2, 3] = 5; return out * 1, row
+row = torch.zeros(6).double(); out = row.expand(3, 6); out[1:2] = y[0]; return out * 1, row
+flat = x.reshape(-1).clone(); out = flat.unfold(0, 6, 3); out[1] = y[0]; return out * 1, flat
+out = x.clone().t(); out[1] += y[0, :1]; part = out[2]; part += 1; return out, part
 out = x.clone(); flat = out.view(-1); flat[3:9] = 2; out.unsqueeze(0).add_(y); return flat, out
 m = ids[:, 0] == 1; out = torch.stack([x, y]); out[1, m] = x[m]; out[ids[:2, 0] // 9, 0] = 1; return out, out[1, m]
 m = ids[:, 0] == 1; out = torch.stack([x, y]) * m[:, None]; rows = out[0, m]; out[0, m] = y[m]; return out, rows
