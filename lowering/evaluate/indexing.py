@@ -13,6 +13,7 @@ from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
@@ -71,6 +72,8 @@ class IndexingRules(RunRules):
         mask, dim = value.args
         (row,) = indices
         self._numbers_true[mask].add(value.shape[0])
+        if (before := before_rows(mask)) is not None and self._is_any(row, mask.shape[0]):
+            return self._true_element(before[0], dim, row) if dim else row  # as many as there are rows: one of each
         if self._is_any(row, value.shape[0]):
             return self._true_element(mask, dim, row)
         return self.algebra.leaf(value, indices)

@@ -39,6 +39,7 @@ from moeblaze_ops.lowering.forms.views import (
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
+from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
 
@@ -141,29 +142,14 @@ def _first_axis(indices: tuple[Value | None, ...]) -> int:
     return at[0] if at == list(range(at[0], at[-1] + 1)) else 0
 
 
-def _before_rows(view: GraphView, x: Value, mask: Value) -> tuple[Value, Value] | None:
-    """A tensor and its mask before rows of both were selected, where these are the rows with any true element of the mask.
-
-        some = (ids == e).any(-1);  weights[some][ids[some] == e]           weights[ids == e]
-    """
-    selected = [part for part in mask.args[1] if part.shape] if mask.op == "pointwise" and mask.dtype == torch.bool else []
-    if len(selected) != 1 or not selected[0].op == x.op == "index" or selected[0].args[1:] != x.args[1:]:
-        return None
-    name, parts, params = mask.args
-    (ids, (rows, *others), first) = selected[0].args
-    if first != 0 or any(other is not None for other in others) or rows.op != "nonzero" or rows.args[0].op != "any":
-        return None
-    before = tuple(ids if part is selected[0] else part for part in parts)
-    whole = view.make("pointwise", name, before, params, shape=ids.shape, dtype=torch.bool)
-    return (x.args[0], whole) if rows.args[0].args == (whole, (1,), False) and len(ids.shape) == 2 else None
-
-
 @form("getitem", "__getitem__")
 def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return x[key]
-    if isinstance(key, Value) and (whole := _before_rows(view, tensor(x), key)) is not None:
-        x, key = whole
+    if isinstance(key, Value) and tensor(x).op == "index" and (before := before_rows(key)) is not None:
+        whole, rows = before
+        if x.args[1:] == ((rows, *[None] * (len(x.args[1]) - 1)), 0):
+            x, key = x.args[0], whole
     x, indices = _basic_then_tensors(view, tensor(x), key)
     if all(index is None for index in indices):
         return x

@@ -27,6 +27,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.obligations.ids_in_range import natural_number
@@ -285,7 +286,10 @@ def _selecting(value: Value, axis: int) -> Value | None:
     if value.op == "index":
         made_of = value.args[1][axis : axis + 1]
     masks = {part.args[0] for part in made_of if isinstance(part, Value) and part.op == "nonzero"}
-    return next(iter(masks)) if len(masks) == 1 else None
+    if len(masks) != 1:
+        return None
+    (mask,) = masks
+    return before[0] if (before := before_rows(mask)) is not None else mask
 
 
 def _is_whole(e: Expr) -> bool:

@@ -52,6 +52,8 @@ torch.bincount(ids.flatten(), minlength=E)    torch.histc(ids.double(), bins=E, 
 ids.flatten().sort(stable=True)    ids.flatten().argsort(stable=True).argsort()    ids.flatten().argsort(descending=True)
 m.nonzero()    m.T.nonzero()    torch.where(m)    x[m.any(1)]    x[:, :2][m]    torch.unique(ids)
 m.flatten().nonzero().flatten() // K
+(chosen[(chosen == 1).any(1)] == 1).nonzero()    (ids // 3)[(ids // 3 == 0).any(1)].eq(0).nonzero()
+(chosen[(chosen == 1).any(1)] == 2).nonzero()    (chosen[m.any(1)] == 1).nonzero()
 x[[1, 0, 3]]    x[1:4:2]    x[:, -3:]    x[..., 1]    x[ids]    x[ids, ids]    x[:, ids]    x.take_along_dim(ids, 1)
 x.gather(0, ids)
 x.repeat(2, 3)    x.tile(2)    x.repeat_interleave(2)    x.repeat_interleave(2, 0)    x.flip(0)    x.tensor_split([2, 1])
