@@ -18,7 +18,6 @@ from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SY
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.evaluate.projections import projects
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.subscripts import of_experts_alone
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -63,8 +62,6 @@ from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroCo
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
-_THREE_PROJECTIONS = "an expert of three projections, one after another; a first one that all share can be computed of all tokens"
-
 
 def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
     """Refuses an expert that reads what is computed of the rows that it selects.
@@ -73,19 +70,8 @@ def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
     """
     rows = [binder for binder in expert.binders if binder is not index]
     if expert.x.kind == "leaf" and any(at in rows for at in expert.x.args[1]) and _keeps_shape(expert.x.args[0].node):
-        prove(not _is_of_projected_rows(expert.x.args[0]), Reason.NOT_TWO_PROJECTIONS, _THREE_PROJECTIONS)
         computed = f"{made_by(expert.x, expert.feature_in)} of the rows that it selects"
         raise Declined(Reason.DIFFERENT_INPUTS, f"an expert reads {computed}; compute it of all tokens first")
-
-
-def _is_of_projected_rows(value: Value) -> bool:
-    """True if a value is made of a projection of rows that were selected before."""
-    while value.op not in ("index", "take", "input") and not projects(value):
-        parts = (part for arg in value.args for part in (arg if isinstance(arg, tuple) else (arg,)))
-        value = next((part for part in parts if isinstance(part, Value)), None)
-        if value is None:
-            return False
-    return projects(value)
 
 
 def _keeps_shape(node: fx.Node) -> bool:

@@ -33,8 +33,10 @@ from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
+    MORE_PROJECTIONS,
     ONE_PROJECTION,
     describe_last,
+    has_more_projections,
     has_one_projection,
     holds_comparison,
     is_chosen_bias,
@@ -248,6 +250,8 @@ class Matcher:
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
             if declined.reason is Reason.NOT_TWO_PROJECTIONS and has_one_projection(experts, feature):
                 return replace(decline, detail=ONE_PROJECTION)
+            if declined.reason is Reason.DIFFERENT_INPUTS and has_more_projections(experts, feature):
+                return replace(decline, reason=Reason.NOT_TWO_PROJECTIONS, detail=MORE_PROJECTIONS)
             if declined.reason in (Reason.NOT_TWO_PROJECTIONS, Reason.ACTIVATION, Reason.PROJECTION_WEIGHTS):
                 decline = replace(decline, detail=shared_projection(experts, feature) or decline.detail)
         if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):

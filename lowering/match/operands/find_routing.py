@@ -124,6 +124,8 @@ def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
 def _unaligned(found: Indices, what: str) -> tuple[Reason, str]:
     if any(True for e in found for _ in subexpressions(e, is_permuted)):
         return Reason.SAME_PERMUTATION, f"{what} are still permuted"
+    if all(e.kind == "const" for e in found):
+        return Reason.SLOT_WEIGHTS, f"the {what} are the number {found[0].args[0]}; multiply the layer's output by it instead"
     return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
 
 

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
-from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.functional_view import Value, target_name
+from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, factors_of, is_changing, leaves_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -44,6 +47,7 @@ class ExpertTerm:
     dropout: tuple[float, float] = (0, 0)  # how likely an element is dropped: of the activation, of the output
 
 
+MORE_PROJECTIONS = "experts of three projections or more, of which the operators compute two"
 ONE_PROJECTION = "experts of one projection each, without an activation, which no operator computes"
 _ONE_FEATURE = "experts of one feature each (F = 1), whose slots are summed as features are"
 
@@ -235,6 +239,25 @@ def has_one_projection(terms: Sequence[Expr], feature: Expr) -> bool:
     """
     projected = {frozenset(_projected(term, feature)) for term in terms}
     return len(terms) > 1 and len(projected) == 1 and projected != {frozenset()}
+
+
+def has_more_projections(terms: Sequence[Expr], feature: Expr) -> bool:
+    """True if what the first of two projections takes was projected before, by each expert for itself.
+
+        self.down[e](F.relu(self.mid[e](F.relu(self.up[e](x)))))        but not self.down[e](F.relu(self.up[e](self.norm[e](x))))
+    """
+    read = [leaves_of(f) for term in terms for f in factors_of(term) if feature in f.free]
+    shared = set.intersection(*read) if len(read) > 1 else set()
+    return all(any(_is_projected(value.node) for value in values - shared) for values in read)
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """True if a product was computed for this node alone."""
+    while len(node.users) == 1 and node.all_input_nodes:
+        if target_name(node) in PROJECTIONS:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def shared_projection(terms: Sequence[Expr], feature: Expr) -> str | None:

@@ -53,15 +53,10 @@ def test_a_function_of_selected_rows(name, function):
     assert f"an expert reads '{name}' of the rows that it selects; compute it of all tokens first" in layer.detail
 
 
-def test_experts_of_three_projections_are_told_so():
-    """A first one might be that of all experts: nothing is said of norms and functions of the rows."""
+def test_a_projection_that_all_share_is_one_of_tokens():
     first = torch.randn(zoo.D, zoo.D)
     (layer,) = rewrite_of(_of_rows(lambda rows: torch.tanh(rows @ first)), torch.randn(10, zoo.D)).candidates
-    assert layer.reason == "NOT_TWO_PROJECTIONS" and "three projections, one after another" in layer.detail
-    inner = _of_rows(torch.tanh).experts
-    of_others = zoo.StackedMoE(lambda self, x, *routing: inner(self, x @ first, *routing), "split")
-    (layer,) = rewrite_of(of_others, torch.randn(10, zoo.D)).candidates
-    assert layer.reason == "DIFFERENT_INPUTS"
+    assert layer.reason == "DIFFERENT_INPUTS" and "compute it of all tokens first" in layer.detail
 
 
 def _dropped_when_joined(self, x, weights, ids):
@@ -80,6 +75,46 @@ def test_dropout_of_joined_outputs_is_told_so():
     dropped = zoo.StackedMoE(lambda self, x, *routing: F.dropout(inner(self, x, *routing)), "split")
     backend = rewrite_of(dropped, torch.randn(10, zoo.D))
     assert len(backend.rewritten) == 1 and not backend.reasons
+def _of_three(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def _mixture_of_three(self, x, weights, ids):
+    return torch.einsum("te,ted->td", self.router.gate(x).softmax(-1), torch.stack([expert(x) for expert in self.experts], 1))
+
+
+def _three_layers():
+    return nn.Sequential(nn.Linear(zoo.D, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, zoo.D))
+
+
+@pytest.mark.parametrize("combine", [_of_three, _mixture_of_three])
+def test_three_projections_are_told_so(combine):
+    """What stands between the first two is no function of the tokens that could be computed before they are selected."""
+    layer = zoo.ModuleListMoE(combine, _three_layers)
+    (left,) = rewrite_of(nn.Sequential(nn.Linear(zoo.D, zoo.D), layer), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "NOT_TWO_PROJECTIONS" and "three projections" in left.detail
+
+
+def test_norm_of_rows_of_a_projection_is_one_of_tokens():
+    def normed():
+        return nn.Sequential(nn.LayerNorm(zoo.D), nn.Linear(zoo.D, 8), nn.ReLU(), nn.Linear(8, zoo.D))
+
+    layer = zoo.ModuleListMoE(_of_three, normed)
+    (left,) = rewrite_of(nn.Sequential(nn.Linear(zoo.D, zoo.D), layer), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "DIFFERENT_INPUTS" and "compute it of all tokens first" in left.detail
+
+
+def test_a_number_in_place_of_weights_is_named():
+    def doubled(self, x, weights, ids):
+        chosen = ids[:, 0]
+        return sum((chosen == e)[:, None] * (2.0 * expert(x)) for e, expert in enumerate(self.experts))
+
+    (left,) = rewrite_of(zoo.ModuleListMoE(doubled), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "SLOT_WEIGHTS" and "the routing weights are the number 2; multiply" in left.detail
 
 
 def _one_projection(self, x, weights, ids):
