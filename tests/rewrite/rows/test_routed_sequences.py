@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from tests.corpus.zoo import catalogue as zoo
 from tests.corpus.zoo.changed import all_changed
-from tests.tools.rewrite_harness import assert_replaced, check_against_eager
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager, rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -80,12 +81,46 @@ def weighted_by_token(self, x, scores):
     return out
 
 
-LAYERS = [looped, masked, gathered, scored, numbered, weighted_by_token]
+def guarded(self, x, scores):
+    weights, ids = scores.topk(K, -1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        row, slot = torch.where(ids == e)
+        if row.numel() > 0:
+            out.index_add_(0, row, expert(x[row]) * weights[row, slot, None, None])
+    return out
+
+
+def without_weights(self, x, scores):
+    ids, out = scores.topk(K, -1).indices, torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out + (ids == e).sum(-1)[:, None, None] * expert(x)
+    return out
+
+
+def of_all_scores(self, x, scores):
+    ids, out = scores.topk(K, -1).indices, torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out + (scores[:, e] * (ids == e).any(-1))[:, None, None] * expert(x)
+    return out
+
+
+LAYERS = [looped, masked, gathered, scored, numbered, weighted_by_token, without_weights, of_all_scores]
 
 
 @pytest.mark.parametrize("combine", LAYERS, ids=lambda combine: combine.__name__)
 def test_sequences_choose(combine):
     assert_replaced(check_against_eager(Sequences(combine), torch.randn(B, S, zoo.D)))
+
+
+def test_branches_and_graphs_with_other_sizes():
+    layer = Sequences(guarded)
+    for sizes in ((B, S), (2, 7)):
+        x = torch.randn(*sizes, zoo.D)
+        torch._dynamo.reset()
+        with rewriting_backend() as backend, switch.recording() as records:
+            torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+        assert len(rewritten_in(records)) == 1
 
 
 def test_positions_choose():
@@ -110,6 +145,7 @@ def test_as_many_sequences_as_positions(shape):
 
 
 TWINS = all_changed({
+    "ids_of_others": (masked, ("(ids == e)", "(ids.flip(0) == e)")),
     "of_the_next_sequence": (looped, ("expert(x[row])", "expert(x.roll(1, 0)[row])")),
     "shares_summed_over_tokens": (masked, ("* expert(x)", "* expert(x).mean(1, keepdim=True)")),
     "another_id": (gathered, ("[:, None], ids]", "[:, None], ids.clamp(max=1)]")),
