@@ -256,7 +256,9 @@ class IndexingRules(RunRules):
         if (selected := next(true, None)) is None:
             return same
         mask, _, order, _ = selected.args
-        if not self._is_any(order, row.args[1]) or (kept is not None and row.args[1] not in self._numbers_true[mask]):
+        if order is not row and (row.kind != "var" or not self._is_any(order, row.args[1])):
+            return same
+        if kept is not None and row.args[1] not in self._numbers_true[mask]:
             return same
         unordered = {} if order is row else {row: self.algebra.inverse(order.args[0], row)}
         *keys, body, marks = (self.algebra.substitute(e, unordered) for e in (*keys, body, same[-1]))

@@ -23,7 +23,7 @@ def extent(e: Expr) -> Size | None:
         case "var" | "mod":
             return args[1]
         case "const":
-            return args[0] + 1 if args[0] >= 0 else None
+            return None if may_be_negative(args[0]) else args[0] + 1
         case "div":
             bound = None if args[1] == 0 else extent(args[0])
             if isinstance(bound, int) and isinstance(args[1], int):
@@ -55,9 +55,9 @@ def exact_quotient(number: Size, size: Size) -> Size | None:
 
 
 def may_be_negative(number: Size) -> bool:
-    """Whether a number in a linear form is below zero, or may be for some sizes."""
-    if isinstance(number, int):
-        return number < 0
+    """Whether a number is below zero or none, or may be below zero for some sizes."""
+    if isinstance(number, int | float):
+        return not number >= 0
     return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 

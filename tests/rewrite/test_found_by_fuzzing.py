@@ -93,7 +93,32 @@ class HooksOnPartsOfRows(nn.Module):
         return torch.zeros_like(x).index_add_(0, token, torch.cat(parts) * weights.reshape(-1)[order, None])
 
 
-@pytest.mark.parametrize("layer", [StacksOfSortedIds, KeptByShares, HooksOnPartsOfRows])
+class StoredByAFunction(nn.Module):
+    """A function that Dynamo resumes behind a graph break stores the rows of one expert: of one row there is one number."""
+
+    T, E, K, D, H = 3, 4, 3, 8, 8
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(self.D, self.E, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(self.D, self.H), nn.SiLU(), nn.Linear(self.H, self.D)) for _ in range(self.E)
+        )
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(self.K)
+        flat, rows = ids.reshape(-1), x.repeat_interleave(self.K, dim=0)
+        y = torch.zeros_like(rows)
+
+        def one(e):
+            y[flat == e] = self.experts[e](rows[flat == e])
+
+        for e in sorted(set(ids.flatten().tolist())):
+            one(e)
+        return (y.view(self.T, self.K, self.D) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+@pytest.mark.parametrize("layer", [StacksOfSortedIds, KeptByShares, HooksOnPartsOfRows, StoredByAFunction])
 def test_found_by_fuzzing(layer):
     torch.manual_seed(0)
     assert not check(layer(), torch.randn(layer.T, layer.D)).failure

@@ -39,6 +39,11 @@ def test_bounds_where_sizes_are_symbols(algebra):
     assert not never_negative(algebra.linear(9 - 3 * SIZE, [(SIZE - 3, algebra.var(0, 4, "r"))]))  # 9 - 3 s, at 0
 
 
+def test_extents_of_numbers(algebra):
+    numbers = 3, 0.5, SIZE, SIZE - 2, -1, float("nan"), float("-inf")
+    assert [algebra.extent(algebra.const(number)) for number in numbers] == [4, 1.5, SIZE + 1, None, None, None, None]
+
+
 def test_what_is_taken_from_one(algebra):
     m, n = (algebra.eq(algebra.var(level, 4, "r"), algebra.const(1)) for level in (0, 1))
     without = opposite(algebra, algebra.mul(m, n))
