@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, permutations
 from typing import Any
 
 import sympy
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.arguments import argument_of, written_arguments
@@ -424,23 +426,19 @@ class GraphView:
         storage = storage_of(target)
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
-            held = self._now[alias]
+            held, after = self._now[alias], self.opaque(alias, at)
             if held is before and self._is_same_place(alias, target):
-                self._record(alias, value)
+                after = value
             elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
-                rows = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
-                self._record(alias, rows)
+                after = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
             elif before.op == "select" and before.args[0] is held and self._are_rows(target, alias):
                 _, dim, number = before.args
                 parts = [value if i == number else part for i, part in enumerate(self.parts_along(held, dim))]
-                whole = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
-                apart = number in range(len(parts)) and not _overlaps(fake_of(alias))
-                self._record(alias, whole if apart else self.opaque(alias, at))
+                if number in range(len(parts)) and not _overlaps(fake_of(alias)):
+                    after = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
-                self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
-                                              dtype=value.dtype))  # fmt: skip
-            else:
-                self._record(alias, self.opaque(alias, at))
+                after = self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)), dtype=value.dtype)
+            self._record(alias, after)
         if any(alias.op == "placeholder" for alias in same_buffer):
             # Two placeholders may be views of one tensor of the caller.
             for node in self.graph.nodes:
@@ -468,10 +466,11 @@ class GraphView:
 
 
 def _overlaps(fake: torch.Tensor) -> bool:
-    """True if elements share memory, as those of ``row.expand(3, -1)`` and ``x.unfold(0, 3, 1)``: a write to one is to more."""
-    axes = sorted((s, n) for s, n in zip(fake.stride(), fake.shape, strict=True) if type(s) is type(n) is int and n > 1)
-    ends = [1, *(stride * size for stride, size in axes)]
-    return any(stride < end for (stride, _), end in zip(axes, ends, strict=False))
+    """True if elements may share memory, as in ``row.expand(3, -1)`` and ``x.unfold(0, 3, 1)``: a write to one is to more."""
+    axes = [(s, n) for s, n in zip(fake.stride(), fake.shape, strict=True) if type(n) is not int or n > 1]
+    orders = [(order, accumulate((s * (n - 1) for s, n in order), initial=1)) for order in permutations(reversed(axes))]
+    apart = (all(statically_known_true(s >= end) for (s, _), end in zip(*order, strict=False)) for order in orders)
+    return not (is_contiguous_or_false(fake) or any(apart))
 
 
 def _buffer(node: fx.Node) -> int | fx.Node:

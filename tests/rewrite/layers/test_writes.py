@@ -539,6 +539,22 @@ def test_weights_that_are_read_between_two_experts(name):
     assert len(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(9, zoo.D)).rewritten) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("rows_apart", "num_layers"), [(None, 1), (2, 0)])
+def test_outputs_stored_where_others_are(rows_apart, num_layers, dynamic):
+    """Where only a call tells how many tokens there are, strides still tell whether outputs of one expert are another's, too."""
+
+    def combine(self, x, weights, ids):
+        size, (T, D) = len(self.experts), x.shape
+        outputs = x.new_zeros(size * T * D).as_strided((size, T, D), ((rows_apart or T) * D, D, 1))
+        for e, expert in enumerate(self.experts):
+            outputs[e] = expert(x)
+        return torch.stack([out * _share(weights, ids, e) for e, out in enumerate(outputs)]).sum(0)
+
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(9, zoo.D), dynamic=dynamic)
+    assert len(backend.rewritten) == num_layers
+
+
 def test_gradients_inside_of_a_graph():
     """Whether a tensor requires one is set by an operator whose result nobody reads."""
     layer = zoo.stacked("dense_einsum")
