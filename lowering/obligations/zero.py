@@ -18,11 +18,14 @@ from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of, split_number, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16))
 """Dtypes in which a count that is not zero may become zero."""
+
+_SMALLEST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+"""The least factor by which one is not zero in any dtype of weights."""
 
 _RELATIONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
@@ -35,21 +38,29 @@ def zero_where(algebra: Algebra, e: Expr, truth: bool) -> list[Expr]:
     name, sides = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1]) if e.kind == "call" else ("", ())
     if name in _RELATIONS:
         (one, of_one), (other, of_other) = (summed(algebra, side) for side in sides)
+        both = of_one.keys() & of_other.keys()
+        rounds = any(not is_count(term) or of_one[term] % 1 or of_other[term] % 1 for term in both)  # weight * 1.001 > weight
         of_one.subtract(of_other)
-        return all_zero(getattr(operator, name), one - other, of_one, truth) or ([] if truth else [e])
+        known = [] if rounds else all_zero(getattr(operator, name), one - other, of_one, truth)
+        return known or ([] if truth else [e])
     found = all_zero(operator.ne, *summed(algebra, e), truth)
     return [zero for term in found for zero in ([e] if term is e else zero_where(algebra, term, False))]
 
 
 def summed(algebra: Algebra, e: Expr) -> tuple[float, Counter[Expr]]:
-    """A sum as a number, and how often each of its other terms is added to it."""
+    """A sum as a number, and how often each of its other terms is added to it; as itself, once, where that may round.
+
+        count + 1       is 1 and the count
+        count + 1e9     is itself: of fp32 it is 1e9 where there is one
+    """
     constant, terms = 0, Counter[Expr]()
     for number, factors in map(split_number, written_out(algebra, e)):
         if factors:
             terms[algebra.mul(*factors)] += number
         else:
             constant += number
-    return constant, terms
+    is_exact = not constant or (constant % 1 == 0 and abs(constant) < LARGEST_EXACT[torch.bfloat16] and all(map(is_count, terms)))
+    return (constant, terms) if is_exact or not terms else (0, Counter({e: 1}))
 
 
 def all_zero(compare: Callable[[Any, Any], Any], constant: Any, terms: Mapping[Any, Any], truth: bool) -> list[Any]:
@@ -61,8 +72,8 @@ def all_zero(compare: Callable[[Any, Any], Any], constant: Any, terms: Mapping[A
         count - 2 > 0 is false          ->  no: it may be two
         weight - 1 < 0 is true          ->  no: it may be a half
     """
-    numbers = {_unwrapped(term) if isinstance(term, Expr) else term: times for term, times in terms.items() if times}
-    counts = [not isinstance(term, Expr) or is_count(term) for term in numbers]
+    numbers = {term: times for term, times in terms.items() if times}
+    counts = [not isinstance(term, Expr) or is_count(_unwrapped(term)) for term in numbers]
     natural = all(is_one or fades(term) for is_one, term in zip(counts, numbers, strict=True))
     if not natural or len({times > 0 for times in numbers.values()}) != 1:
         return []
@@ -70,7 +81,8 @@ def all_zero(compare: Callable[[Any, Any], Any], constant: Any, terms: Mapping[A
     is_flag = len(numbers) == 1 and all(isinstance(term, Expr) and is_indicator(term) for term in numbers)
     tested = [step] if is_flag else [step, 2 * step, 3 * step, 2**40 * step, *([] if all(counts) else [math.ulp(0.0) * step])]
     are_others = all(bool(compare(constant + number, 0)) is not truth for number in tested)
-    return list(numbers) if are_others and bool(compare(constant, 0)) is truth else []
+    known = are_others and abs(step) >= _SMALLEST and bool(compare(constant, 0)) is truth
+    return [_unwrapped(term) if isinstance(term, Expr) else term for term in numbers] if known else []
 
 
 def _unwrapped(e: Expr) -> Expr:

@@ -164,12 +164,16 @@ ASKED = {
     "max of numbers": lambda ids, e: (ids == e).int().max() > 0,
     "isin": lambda ids, e: torch.isin(torch.tensor(e), ids),
     "isin of ids": lambda ids, e: torch.isin(ids, e).any(),
+    "count and whether": lambda ids, e: (ids == e).sum().bool() + (ids == e).sum() > 0,
 }
 ASKED_OTHERWISE = {
     "max of a slot": lambda ids, e: (ids[:, 0] == e).max(),
     "isin of a slot": lambda ids, e: torch.isin(torch.tensor(e), ids[:, 0]),
     "another isin": lambda ids, e: torch.isin(ids, (e + 1) % E).any(),
     "max of some": lambda ids, e: (ids == e)[:3].max(),
+    "more than whether": lambda ids, e: (ids == e).sum().bool() < (ids == e).sum(),
+    "rounded": lambda ids, e: (ids == e).sum().bfloat16() + 256 > 256,
+    "underflows": lambda ids, e: (ids == e).sum().half() * 2e-8 > 0,
 }
 
 
@@ -200,9 +204,16 @@ def test_weights_that_are_all_zero(asks):
     assert check(weighted(asks)) == 1
 
 
-@pytest.mark.parametrize(
-    "asks, shift", [(lambda g: (g > 0).any(), 0.3), (lambda g: (g > 0.3).any(), 0.0), (lambda g: (g[:3] > 0).any(), 0.0)]
-)
+OTHERS = [
+    (lambda g: (g > 0).any(), 0.3),
+    (lambda g: (g > 0.3).any(), 0.0),
+    (lambda g: (g[:3] > 0).any(), 0.0),
+    (lambda g: g.sum() + 100 > 100, 0.0),
+    (lambda g: 1.001 * g.sum() > g.sum(), 0.0),
+]
+
+
+@pytest.mark.parametrize("asks, shift", OTHERS)
 def test_weights_that_may_be_others(asks, shift):
     assert check(weighted(asks, shift)) == 0
 
