@@ -428,7 +428,7 @@ class GraphView:
             if held is before and self._is_same_place(alias, target):
                 self._record(alias, value)
             elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
-                rows = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
+                rows = self.make("put", held, before.args[1], value, False, shape=held.shape, dtype=held.dtype)
                 self._record(alias, rows)
             elif before.op == "select" and before.args[0] is held and self._are_rows(target, alias):
                 _, dim, number = before.args

@@ -325,7 +325,7 @@ class Matcher:
         return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node) or self._picks(node)
 
     def _picks(self, node: fx.Node) -> bool:
-        """Whether a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
+        """True if a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
         value = self._result(node)
         if value is None:
             return False
