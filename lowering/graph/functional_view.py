@@ -116,7 +116,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     written = written_arguments(node, operator_name(node))
     if inplace_name(node) is not None:
         written += [node.args[0] if node.args else node.kwargs.get("input")]
-    for overload in overloads_of(node):
+    for overload in overloads_of(node.target):
         for index, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 positional = index < len(node.args) and not argument.kwarg_only
@@ -163,7 +163,7 @@ def _has_unknown_writes(node: fx.Node) -> bool:
         steps = [step for body in bodies for step in body.graph.nodes if step.op != "output"]
         return "mutation" in node.target.name() or not bodies or any(map(written_nodes, steps))
     calls = node.op in ("call_function", "call_method", "call_module")
-    return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
+    return calls and not operator_name(node) and not overloads_of(node.target) and not _dtensor_method(node)
 
 
 def _dtensor_method(node: fx.Node) -> str:

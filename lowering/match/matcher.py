@@ -212,7 +212,7 @@ class Matcher:
         ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts and _is_foreign(root):
             given = sum((self._experts_of(self._result(operand)) for operand in root.all_input_nodes), Counter())
-            operator = overloads_of(root)[0].name()
+            operator = overloads_of(root.target)[0].name()
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
@@ -407,7 +407,7 @@ def _is_foreign(node: fx.Node) -> bool:
 
         torch.ops.mylib.add_rows(out, index, rows)      torch.ops.aten.add(a, b), torch.ops.moeblaze.route(logits, 2): no
     """
-    return any(op.namespace not in ("aten", "prims", "moeblaze") for op in overloads_of(node)) and not operator_name(node)
+    return any(op.namespace not in ("aten", "prims", "moeblaze") for op in overloads_of(node.target)) and not operator_name(node)
 
 
 def reached(view: GraphView, targets: Iterable[fx.Node]) -> dict[fx.Node, int]:
