@@ -329,8 +329,8 @@ class Matcher:
         value = self._result(node)
         if value is None:
             return False
-        is_product = value.op == "pointwise" and value.args[0] == "mul"
-        return any(map(_picks_one, value.args[1] if is_product else (value,)))
+        factors = value.args[1] if value.op == "pointwise" and value.args[0] == "mul" else (value,)
+        return any(_picks_one(factor) for factor in factors if factor.shape[-1:] == value.shape[-1:])  # no routing weight
 
     def _result(self, root: fx.Node) -> Value | None:
         value = self.view.result(root)
