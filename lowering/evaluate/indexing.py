@@ -107,7 +107,7 @@ class IndexingRules(RunRules):
         return self.algebra.inverse(value.args[0], indices[0])
 
     def _element_put(self, value: Value, indices: "Indices", depth: int) -> Expr:
-        x, tensors, _, values, accumulate = value.args
+        x, tensors, values, accumulate = value.args
         keyed = [i for i, t in enumerate(tensors) if t is not None]
         if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
             return self.algebra.leaf(value, indices)

@@ -1,7 +1,7 @@
 """Canonical forms of gathers, scatters, masks, sorts and counts; see `canonical` for how forms work.
 
     index (x, indices, first)       x with integer tensors at some axes; the gathered axes stand at axis `first`
-    put (x, indices, first, values, accumulate)
+    put (x, indices, values, accumulate)
     take (x, dim, index)            torch.gather
     scatter (x, dim, index, source, accumulate)
     nonzero (mask, axis)            one coordinate of the true elements
@@ -194,7 +194,7 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
     indices += [None] * (len(x.shape) - len(indices))
     return view.make(
-        "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
+        "put", x, tuple(indices), cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
     )
 
 
@@ -267,7 +267,7 @@ def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, al
     indices = (tensor(index), *[None] * (len(x.shape) - 1))
     require(tensor(source).dtype == x.dtype, "rows of the dtype that they are added in")
     source = times(view, alpha, source)
-    return view.make("put", x, indices, 0, source, True, shape=x.shape, dtype=x.dtype)
+    return view.make("put", x, indices, source, True, shape=x.shape, dtype=x.dtype)
 
 
 @form("index_copy")

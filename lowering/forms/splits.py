@@ -65,7 +65,7 @@ def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
     joined = full(view, 0, shape, xs[0].dtype)
     for x, mask in zip(xs, _runs(view, lengths, shape[0]), strict=True):
         index = (_positions(view, mask, x.shape[0]), *[None] * (len(shape) - 1))
-        joined = view.make("put", joined, index, 0, x, False, shape=shape, dtype=x.dtype)
+        joined = view.make("put", joined, index, x, False, shape=shape, dtype=x.dtype)
     return joined
 
 

@@ -1,6 +1,5 @@
 """Which nodes of a Dynamo graph do more than give a value."""
 
-
 import torch
 from torch import fx
 
@@ -8,12 +7,11 @@ from moeblaze_ops.lowering.graph.arguments import argument_of
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 
-_RANDOM = frozenset((
-    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
-    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
-    "randperm", "rrelu", "gumbel_softmax", "native_dropout", "scaled_dot_product_attention", "fractional_max_pool2d",
-    "cauchy", "exponential", "geometric", "log_normal", "random", "uniform",
+_COMPOSED = frozenset((
+    "dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "pca_lowrank",
+    "svd_lowrank",
 ))  # fmt: skip
+"""What draws random numbers and is no operator that says so: functions of others that do."""
 ASSERTS = frozenset((
     "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
 ))  # fmt: skip
@@ -36,8 +34,8 @@ def acts_beside_tensors(node: fx.Node) -> bool:
     """
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
-    if overloads := overloads_of(node):
-        return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
-    name = operator_name(node)
-    draws = name.removesuffix("_") in _RANDOM and argument_of(node, "training") is not False
-    return not name or draws or name in _CHANGES_TENSORS
+    name, overloads = operator_name(node), overloads_of(node.target)
+    own = overloads or overloads_of(getattr(torch.ops.aten, name, None))
+    draws = name in _COMPOSED or any(torch.Tag.nondeterministic_seeded in overload.tags for overload in own)
+    is_known = name or overloads
+    return not is_known or name in _CHANGES_TENSORS or (draws and argument_of(node, "training") is not False)

@@ -118,7 +118,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     written = written_arguments(node, operator_name(node))
     if inplace_name(node) is not None:
         written += [node.args[0] if node.args else node.kwargs.get("input")]
-    for overload in overloads_of(node):
+    for overload in overloads_of(node.target):
         for index, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 positional = index < len(node.args) and not argument.kwarg_only
@@ -165,7 +165,7 @@ def _has_unknown_writes(node: fx.Node) -> bool:
         steps = [step for body in bodies for step in body.graph.nodes if step.op != "output"]
         return "mutation" in node.target.name() or not bodies or any(map(written_nodes, steps))
     calls = node.op in ("call_function", "call_method", "call_module")
-    return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
+    return calls and not operator_name(node) and not overloads_of(node.target) and not _dtensor_method(node)
 
 
 def _dtensor_method(node: fx.Node) -> str:
@@ -430,7 +430,7 @@ class GraphView:
             if held is before and self._is_same_place(alias, target):
                 after = value
             elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
-                after = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
+                after = self.make("put", held, before.args[1], value, False, shape=held.shape, dtype=held.dtype)
             elif before.op == "select" and before.args[0] is held and self._are_rows(target, alias):
                 _, dim, number = before.args
                 parts = [value if i == number else part for i, part in enumerate(self.parts_along(held, dim))]

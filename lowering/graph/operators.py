@@ -52,12 +52,12 @@ def operator_name(node: fx.Node) -> str:
     return known
 
 
-def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
-    """The overload that a node calls, or all that it may where the overload is chosen at the call."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return [node.target]
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return [getattr(node.target, overload) for overload in node.target.overloads()]
+def overloads_of(target: Any) -> list[torch._ops.OpOverload]:
+    """The overload that is called, or all that may be where the overload is chosen at the call; of functions, none."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload) for overload in target.overloads()]
     return []
 
 
@@ -66,7 +66,7 @@ def called_instead(node: fx.Node) -> tuple[str, tuple, dict[str, Any]]:
 
         torch.ops.torchtitan.deterministic_scatter_add(out, index, src)     scatter_add, (out, 0, index, src), {}
     """
-    for overload in overloads_of(node)[:1]:
+    for overload in overloads_of(node.target)[:1]:
         if (call := CALLS.get(overload.name().partition(".")[0])) is not None:
             behind = overload._schema.arguments[len(node.args) :]
             given = [*node.args, *(node.kwargs.get(argument.name, argument.default_value) for argument in behind)]

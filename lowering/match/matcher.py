@@ -212,7 +212,7 @@ class Matcher:
         ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts and _is_foreign(root):
             given = sum((self._experts_of(self._result(operand)) for operand in root.all_input_nodes), Counter())
-            operator = overloads_of(root)[0].name()
+            operator = overloads_of(root.target)[0].name()
             detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
@@ -325,12 +325,12 @@ class Matcher:
         return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node) or self._picks(node)
 
     def _picks(self, node: fx.Node) -> bool:
-        """Whether a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
+        """True if a node gives each token its own one of several vectors, weighted or not: a sum over experts of one slot."""
         value = self._result(node)
         if value is None:
             return False
-        is_product = value.op == "pointwise" and value.args[0] == "mul"
-        return any(map(_picks_one, value.args[1] if is_product else (value,)))
+        factors = value.args[1] if value.op == "pointwise" and value.args[0] == "mul" else (value,)
+        return any(_picks_one(factor) for factor in factors if factor.shape[-1:] == value.shape[-1:])  # no routing weight
 
     def _result(self, root: fx.Node) -> Value | None:
         value = self.view.result(root)
@@ -407,7 +407,7 @@ def _is_foreign(node: fx.Node) -> bool:
 
         torch.ops.mylib.add_rows(out, index, rows)      torch.ops.aten.add(a, b), torch.ops.moeblaze.route(logits, 2): no
     """
-    return any(op.namespace not in ("aten", "prims", "moeblaze") for op in overloads_of(node)) and not operator_name(node)
+    return any(op.namespace not in ("aten", "prims", "moeblaze") for op in overloads_of(node.target)) and not operator_name(node)
 
 
 def reached(view: GraphView, targets: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -396,7 +396,7 @@ class _Proof:
         return self._same_at(before, after, indices)
 
     def _same_at(self, before: Value, after: Value, indices: Indices) -> bool:
-        """Whether two values have the same elements, taken one by one along an axis where each is a formula of its own.
+        """True if two values have the same elements, taken one by one along an axis where each is a formula of its own.
 
             counts[e] = mask.sum()          of a mask that is false
         """

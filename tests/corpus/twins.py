@@ -82,6 +82,7 @@ TWINS = {
 STILL_LAYERS = {
     "masked_stack_einsum", "masked_per_slot", "packed_loop", "gpt_oss_loop", "sorted_rows", "gathered_per_slot", "stacked_loop",
     "nonzero_where",  # with a mask of the weights that are no 0.5
+    "gathered_rows", "gathered_gpt_oss",  # of slots as tokens, each with an expert of its own
     "einsum_weighted_tokens", "einsum_combined",  # of weights that the graph computes
 }  # fmt: skip
 MIXTURES = {"dense_cat", "dense_einsum", "masked_list_sum"}

@@ -75,6 +75,8 @@ def test_dropout_of_joined_outputs_is_told_so():
     dropped = zoo.StackedMoE(lambda self, x, *routing: F.dropout(inner(self, x, *routing)), "split")
     backend = rewrite_of(dropped, torch.randn(10, zoo.D))
     assert len(backend.rewritten) == 1 and not backend.reasons
+
+
 def _of_three(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):

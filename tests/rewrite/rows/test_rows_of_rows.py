@@ -37,6 +37,14 @@ def by_subscript(self, x, weights, ids):
     return out
 
 
+def beside_the_whole_mask(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        some, (token, _) = (ids == e).any(-1), torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[some][ids[some] == e].unsqueeze(-1))
+    return out
+
+
 def with_a_check(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -47,7 +55,7 @@ def with_a_check(self, x, weights, ids):
     return out
 
 
-LAYERS = {layer.__name__: layer for layer in (both_places, columns, by_subscript, with_a_check)}
+LAYERS = {layer.__name__: layer for layer in (both_places, columns, by_subscript, beside_the_whole_mask, with_a_check)}
 
 
 @pytest.mark.parametrize("name", LAYERS)
