@@ -98,10 +98,7 @@ class Finder:
         sizes = tuple(size if token in tells else 1 for size, token in zip(self._sizes, self._tokens, strict=True))
         if not all(isinstance(size, int) for size in self._sizes) or math.prod(sizes) in (1, self.num_tokens):
             return None
-        zero = self._evaluator.algebra.zero
-        tokens = [(size, (zero if size == 1 else token,)) for size, token in zip(sizes, self._tokens, strict=True)]
-        places = self._over([*tokens, (width, columns)], len(columns), reshaped=True)
-        found = self._latest(targets, places, depth, integers=integers)
+        found = self._latest(targets, self._of_tokens(columns, width, sizes), depth, integers=integers)
         return found and replace(found, spread=(sizes, self._sizes))
 
     def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
@@ -205,9 +202,11 @@ class Finder:
         number, factors = split_number(e) if e.kind == "mul" else (1, ())
         return (None, None) if number == 1 else (number, self._evaluator.algebra.mul(*factors))
 
-    def _of_tokens(self, columns: Indices, width: Size) -> Places:
-        """``[*tokens, width]`` in any shape."""
-        tokens = [(size, (token,)) for size, token in zip(self._sizes, self._tokens, strict=True)]
+    def _of_tokens(self, columns: Indices, width: Size, sizes: tuple[Size, ...] | None = None) -> Places:
+        """``[*tokens, width]`` in any shape, or ``[*sizes, width]`` of what is the same for all tokens along axes of size 1."""
+        zero = self._evaluator.algebra.zero
+        pairs = zip(sizes or self._sizes, self._tokens, strict=True)
+        tokens = [(size, (zero if sizes and size == 1 else token,)) for size, token in pairs]
         return self._over([*tokens, (width, columns)], len(columns), reshaped=True)
 
     def _over(self, axes: Sequence[Axis], count: int, reshaped: bool = False) -> Places:

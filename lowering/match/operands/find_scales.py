@@ -108,14 +108,13 @@ def _mask(algebra: Algebra, finder: Finder, routing: Routing, factor: Expr) -> S
     """A tensor that is not zero where ``factor`` is 1, or where it is 0."""
     if factor.kind == "cast":
         factor = factor.args[1]
-    slot = routing.slot
+    places = [(algebra.zero, 1), *([(slot, slot.args[1])] if (slot := routing.slot) is not None else [])]
     for target in (factor, opposite(algebra, factor)):
-        for column, width in ((algebra.zero, 1), *([(slot, slot.args[1])] if slot is not None else [])):
+        for column, width in places:
             if (operand := finder.find((target,), (column,), width)) is not None:
                 return Scale(operand, width, is_mask=True, is_negated=target is not factor)
-        column, width = (algebra.zero, 1) if slot is None else (slot, slot.args[1])
-        if (operand := finder.find_sorted(target, column, width)) is not None:
-            return Scale(operand, width, is_mask=True, is_negated=target is not factor)
+        if (operand := finder.find_sorted(target, *places[-1])) is not None:
+            return Scale(operand, places[-1][1], is_mask=True, is_negated=target is not factor)
     return None
 
 
