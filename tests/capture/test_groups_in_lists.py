@@ -209,7 +209,6 @@ OTHERS = [
     (lambda g: (g > 0.3).any(), 0.0),
     (lambda g: (g[:3] > 0).any(), 0.0),
     (lambda g: g.sum() + 100 > 100, 0.0),
-    (lambda g: 1.001 * g.sum() > g.sum(), 0.0),
 ]
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.obligations.zero import all_zero
+from moeblaze_ops.lowering.obligations.zero import all_zero, zero_where
 
 ALGEBRA = Algebra()
 E, T = ALGEBRA.var(0, 4, "r"), ALGEBRA.var(1, 6, "r")
@@ -36,3 +36,10 @@ def test_all_zero(count):
         assert not known or known == list(terms)
         found += bool(known)
     assert found > 100
+
+
+@pytest.mark.parametrize("times, known", [(2, [COUNT]), (1.0004, [])])
+def test_products_that_round(times, known):
+    """Of fp16 ``count * 1.0004`` is no more than ``count`` where there is one."""
+    asked = ALGEBRA.call("le", (ALGEBRA.mul(ALGEBRA.const(times), COUNT), COUNT))
+    assert zero_where(ALGEBRA, asked, True) == known
