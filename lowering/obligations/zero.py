@@ -17,11 +17,20 @@ import torch
 from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
+from moeblaze_ops.lowering.index_notation.expr import (
+    BINDERS,
+    CHOSEN,
+    Expr,
+    complement_of,
+    factors_of,
+    split_number,
+    subexpressions,
+)
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
-_WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16))
+_WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16, torch.uint16))
 """Dtypes in which a count that is not zero may become zero."""
 
 _SMALLEST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
@@ -35,6 +44,8 @@ def zero_where(algebra: Algebra, e: Expr, truth: bool) -> list[Expr]:
     e = _unwrapped(e)
     if e.kind == "call" and e.args[0] == "not":
         return zero_where(algebra, e.args[1][0], not truth)
+    if complement_of(e):  # counts[e] != 0, which is 1 - [counts[e] = 0]
+        return zero_where(algebra, opposite(algebra, e), not truth)
     name, sides = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1]) if e.kind == "call" else ("", ())
     if name in _RELATIONS:
         (one, of_one), (other, of_other) = (summed(algebra, side) for side in sides)

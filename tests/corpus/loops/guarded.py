@@ -98,6 +98,15 @@ def len_positive(self, x, weights, ids):
     return out
 
 
+def count_is_not_zero(self, x, weights, ids):
+    out, counts = torch.zeros_like(x), torch.bincount(ids.flatten(), minlength=len(self.experts))
+    for e, expert in enumerate(self.experts):
+        if counts[e] != 0:
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
 def sum_is_zero(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -252,7 +261,7 @@ def counts_beside(self, x, weights, ids):
 GUARDED = (
     all_behind_one_guard, positive_share, counts_beside, slots_by_division, slots_by_function, slots_of_turned_ids,
     if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
-    gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
+    count_is_not_zero, gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
 )  # fmt: skip
 
 
@@ -344,6 +353,7 @@ _CHANGES = {
     "share_of_one_slot": (  # of two slots with one expert one is stored
         positive_share, ("    scores =", "    ids = ids // 2\n    scores ="),
     ),
+    "count_is_not_one": (count_is_not_zero, ("!= 0", "!= 1")),
     "some_behind_one_guard": (all_behind_one_guard, ("len(self.experts)).any", "len(self.experts))[..., 1:].any")),
     "share_of_one_at_least": (positive_share, ("if mask.any()", "if scores[:, e].sum() >= 1")),
     "counts_one_more": (counts_beside, ("+= mask.sum()", "+= mask.sum() + 1")),

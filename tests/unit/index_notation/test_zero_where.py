@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.obligations.zero import all_zero, zero_where
 
@@ -43,3 +44,10 @@ def test_products_that_round(times, known):
     """Of fp16 ``count * 1.0004`` is no more than ``count`` where there is one."""
     asked = ALGEBRA.call("le", (ALGEBRA.mul(ALGEBRA.const(times), COUNT), COUNT))
     assert zero_where(ALGEBRA, asked, True) == known
+
+
+def test_counts_that_are_not_zero():
+    """``count != 0`` is what is left of one by ``count == 0``."""
+    hit = ALGEBRA.eq(COUNT, ALGEBRA.zero)
+    asked = opposite(ALGEBRA, hit)
+    assert zero_where(ALGEBRA, asked, False) == [COUNT] and zero_where(ALGEBRA, asked, True) == [hit]
