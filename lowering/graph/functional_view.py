@@ -426,7 +426,7 @@ class GraphView:
         storage = storage_of(target)
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
-            held, after = self._now[alias], self.opaque(alias, at)
+            held, after = self._now[alias], None
             if held is before and self._is_same_place(alias, target):
                 after = value
             elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
@@ -438,7 +438,7 @@ class GraphView:
                     after = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 after = self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)), dtype=value.dtype)
-            self._record(alias, after)
+            self._record(alias, self.opaque(alias, at) if after is None else after)
         if any(alias.op == "placeholder" for alias in same_buffer):
             # Two placeholders may be views of one tensor of the caller.
             for node in self.graph.nodes:
@@ -468,7 +468,7 @@ class GraphView:
 def _overlaps(fake: torch.Tensor) -> bool:
     """True if elements may share memory, as in ``row.expand(3, -1)`` and ``x.unfold(0, 3, 1)``: a write to one is to more."""
     axes = [(s, n) for s, n in zip(fake.stride(), fake.shape, strict=True) if type(n) is not int or n > 1]
-    orders = [(order, accumulate((s * (n - 1) for s, n in order), initial=1)) for order in permutations(reversed(axes))]
+    orders = ((order, accumulate((s * (n - 1) for s, n in order), initial=1)) for order in permutations(reversed(axes)))
     apart = (all(statically_known_true(s >= end) for (s, _), end in zip(*order, strict=False)) for order in orders)
     return not (is_contiguous_or_false(fake) or any(apart))
 
