@@ -18,7 +18,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_program
 from moeblaze_ops.kernels.hopper.activations import activate_backward, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, down_backward_tile, down_backward_warps
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper.kept_h import load_h, pair_layout, strip_rows, unpack, values_of
@@ -225,35 +225,7 @@ def _down_backward_kernel(
         gdc_wait()
 
 
-@cache
-def _plan(
-    contracted: int,
-    columns: int,
-    gated: bool,
-    b_k_inner: bool,
-    top_k: int,
-    wide_offsets: bool,
-    activation: str,
-    has_weights: bool,
-    early: bool,
-    low: LowRank,
-) -> GatherPlan:
-    return GatherPlan(
-        tile=down_backward_tile(columns, contracted),
-        contracted=contracted,
-        columns=columns,
-        parts=1,
-        b_k_inner=b_k_inner,
-        top_k=top_k,
-        wide_offsets=wide_offsets,
-        activation=gradient_program(activation, is_short=True),
-        gated=gated,
-        num_parameters=num_parameters(activation),
-        has_weights=has_weights,
-        warps=down_backward_warps(contracted, activation),
-        early=early,
-        low=low,
-    )
+_plan = cache(GatherPlan)
 
 
 def hopper_down_backward(
@@ -303,16 +275,20 @@ def hopper_down_backward(
     factor = None if lora_a_ERF is None else lora_a_ERF.unsqueeze(1)
     low, (low_rows, low_weight, _) = describe_low_rank(q_NR, factor, tile.block_m, tile.block_n)
     plan = _plan(
-        dout_TD.shape[1],
-        num_columns,
-        h_NGF.shape[1] == 2,
-        b_k_inner,
-        top_k,
-        needs_wide_offsets(dout_TD),
-        activation,
-        weights_TK is not None,
-        early,
-        low,
+        tile=tile,
+        contracted=dout_TD.shape[1],
+        columns=num_columns,
+        parts=1,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(dout_TD),
+        activation=gradient_program(activation, is_short=True),
+        gated=h_NGF.shape[1] == 2,
+        num_parameters=num_parameters(activation),
+        has_weights=weights_TK is not None,
+        warps=down_backward_warps(dout_TD.shape[1], activation),
+        early=early,
+        low=low,
     )
     launch_persistent(
         _down_backward_kernel,

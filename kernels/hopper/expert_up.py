@@ -15,7 +15,7 @@ from moeblaze_ops.kernels.activations import IDENTITY
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, Tile, has_few_rows, reads_more_than_cached, up_tile
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, has_few_rows, reads_more_than_cached, up_tile
 from moeblaze_ops.kernels.hopper.expert_order import spread_blocks
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, tma_store, tma_store_wait
@@ -153,45 +153,13 @@ def _expert_up_kernel(
     )
 
 
-@cache
-def _plan(
-    tile: Tile,
-    few_rows: bool,
-    contracted: int,
-    columns: int,
-    parts: int,
-    b_k_inner: bool,
-    top_k: int,
-    wide_offsets: bool,
-    activation: str,
-    bias_stride: int | None,
-    store_h: bool,
-    store_h8: bool,
-    low: LowRank,
-) -> GatherPlan:
-    return GatherPlan(
-        tile=tile,
-        contracted=contracted,
-        columns=columns,
-        parts=parts,
-        b_k_inner=b_k_inner,
-        top_k=top_k,
-        wide_offsets=wide_offsets,
-        activation=value_program(activation, is_short=True),
-        gated=parts == 2,
-        num_parameters=num_parameters(activation),
-        bias_stride=bias_stride,
-        store_h=store_h,
-        store_h8=store_h8,
-        low=low,
-        few_rows=few_rows,
-    )
+_plan = cache(GatherPlan)
 
 
 def hopper_expert_up(
     x_TD: Tensor,
     w_up: list[Tensor],
-    b_up: list[Tensor],
+    b_up: list[Tensor] | None,
     slots_N: Tensor,
     offsets_E1: Tensor,
     blocks_B2: Tensor,
@@ -209,7 +177,7 @@ def hopper_expert_up(
     Args:
         x_TD: token rows. Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
         w_up: [E, 2, F, D], or two or one of [E, 1, F, D], stride 1 in F or D (all alike), other strides multiples of 8.
-        b_up: the same form without D, stride 1 in F, or empty.
+        b_up: the same form without D, stride 1 in F, empty or None.
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
             never written when it has no rows; in 8 bits where it is int8.
@@ -222,7 +190,7 @@ def hopper_expert_up(
     """
     if x_TD.shape[0] == 0:
         return
-    weights, biases = part_views(w_up), part_views(b_up)
+    weights, biases = part_views(w_up), part_views(b_up or [])
     num_columns = a_NF.shape[1]
     few_rows = has_few_rows(slots_N.shape[0], weights[0].shape[0])
     tile = up_tile(num_columns, len(weights), few_rows)
@@ -231,19 +199,21 @@ def hopper_expert_up(
     factor = None if lora_b_EGFR is None else lora_b_EGFR.mT
     low, low_rank = describe_low_rank(u_NR, factor, tile.block_m, part_n)
     plan = _plan(
-        tile,
-        few_rows and x_TD.shape[1] % tile.block_k == 0,
-        x_TD.shape[1],
-        num_columns,
-        len(weights),
-        described[0][1],
-        top_k,
-        needs_wide_offsets(x_TD),
-        activation,
-        bias_stride(biases),
-        h_NGF.shape[0] > 0 and h_NGF.dtype == x_TD.dtype,
-        h_NGF.dtype == torch.int8,
-        low,
+        tile=tile,
+        contracted=x_TD.shape[1],
+        columns=num_columns,
+        parts=len(weights),
+        b_k_inner=described[0][1],
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(x_TD),
+        activation=value_program(activation, is_short=True),
+        gated=len(weights) == 2,
+        num_parameters=num_parameters(activation),
+        bias_stride=bias_stride(biases),
+        store_h=h_NGF.shape[0] > 0 and h_NGF.dtype == x_TD.dtype,
+        store_h8=h_NGF.dtype == torch.int8,
+        low=low,
+        few_rows=few_rows and x_TD.shape[1] % tile.block_k == 0,
     )
     if reads_more_than_cached(tile, x_TD.nbytes):
         blocks_B2 = spread_blocks(blocks_B2, offsets_E1, begins_E)

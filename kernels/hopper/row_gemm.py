@@ -13,7 +13,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, Tile, has_few_rows, rows_tile
+from moeblaze_ops.kernels.hopper.configs import RowsPlan, has_few_rows, rows_tile
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gdc_wait, gl, gluon, mbarrier, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
@@ -214,22 +214,7 @@ def _rows_kernel(
         gdc_wait()
 
 
-@cache
-def _plan(
-    tile: Tile,
-    contracted: int,
-    columns: int,
-    parts: int,
-    b_k_inner: bool,
-    bias_stride: int | None,
-    to_tokens: bool,
-    has_weights: bool,
-    channels: int,
-    early: bool,
-    low: LowRank,
-) -> RowsPlan:
-    form = (contracted, columns, parts, b_k_inner, bias_stride)
-    return RowsPlan(tile, *form, to_tokens, has_weights, channels, early, low)
+_plan = cache(RowsPlan)
 
 
 def _launch_rows(
@@ -282,7 +267,7 @@ def _launch_rows(
 def hopper_down_rows(
     a_NF: Tensor,
     w_down: list,
-    b_down: list,
+    b_down: list | None,
     offsets_E1: Tensor,
     blocks_B2: Tensor,
     y_ND: Tensor,
@@ -296,7 +281,7 @@ def hopper_down_rows(
     Args:
         a_NF: activations in expert order. Shape [N, F], bf16 or fp16, contiguous.
         w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
-        b_down: one contiguous tensor [E, D], or empty.
+        b_down: one contiguous tensor [E, D], or none.
         offsets_E1, blocks_B2: as ``dispatch`` gives them.
         y_ND: the output, contiguous.
         slots_N: with one expert a token, the slots: row r is written at ``y[slots[r]]``. None for ``y[r]``.
@@ -307,7 +292,7 @@ def hopper_down_rows(
     Accumulates in fp32 from the bias; two runs agree bit for bit.
     """
     low_rank = {"low_NR": v_NR, "factor_ERD": lora_b_ERD}
-    _launch_rows(a_NF.unsqueeze(1), w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, **low_rank)
+    _launch_rows(a_NF.unsqueeze(1), w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, **low_rank)
 
 
 def hopper_up_backward_rows(

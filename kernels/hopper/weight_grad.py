@@ -14,6 +14,7 @@ How a tile of dW is written, or added to, is in ``weight_grad_tiles``.
 """
 
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -245,35 +246,7 @@ def _weight_grad_kernel(
         gdc_wait()
 
 
-@cache
-def _plan(
-    num_f: int,
-    num_d: int,
-    parts: int,
-    top_k: int,
-    wide_offsets: bool,
-    gathered_is_a: bool,
-    accumulate: bool,
-    is_wider: bool,
-    has_fresh: bool,
-    early: bool,
-) -> WeightGradPlan:
-    fetches = accumulate and not is_wider
-    tile = weight_grad_tile(fetches)
-    return WeightGradPlan(
-        tile=tile,
-        m=num_d if gathered_is_a else num_f,
-        n=num_f if gathered_is_a else num_d,
-        parts=parts,
-        top_k=top_k,
-        wide_offsets=wide_offsets,
-        gathered_is_a=gathered_is_a,
-        store_n=tile.block_n if fetches else tile.block_n // 2,
-        accumulate=accumulate,
-        is_wider=is_wider,
-        has_fresh=has_fresh,
-        early=early,
-    )
+_plan = cache(WeightGradPlan)
 
 
 def hopper_weight_grad(
@@ -314,9 +287,22 @@ def hopper_weight_grad(
                 part.zero_()
         return
     gathered_is_a = parts[0].stride(2) != 1
-    form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
-    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None, early)
-    tile = plan.tile
+    is_wider = parts[0].dtype != gathered_TD.dtype
+    tile = weight_grad_tile(accumulate and not is_wider)
+    plan = _plan(
+        tile=tile,
+        m=num_d if gathered_is_a else num_f,
+        n=num_f if gathered_is_a else num_d,
+        parts=len(parts),
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(gathered_TD),
+        gathered_is_a=gathered_is_a,
+        store_n=tile.block_n if accumulate and not is_wider else tile.block_n // 2,
+        accumulate=accumulate,
+        is_wider=is_wider,
+        has_fresh=fresh_E is not None,
+        early=early,
+    )
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
     described = stored if plan.is_wider else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
     order_E1 = order_experts(offsets_E1, fresh_E) if order_E1 is None else order_E1
@@ -339,3 +325,10 @@ def hopper_weight_grad(
         num_experts,
         plan,
     )
+
+
+def weight_grad_of_parts(*args: Any) -> None:
+    """``hopper_weight_grad`` of the arguments of its op, which has a gate and an up apart: it says of each that it is written."""
+    gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, accumulate, first, second, *rest = args
+    dw = [first] if second is None else [first, second]
+    hopper_weight_grad(gathered_TD, grouped_NGF, dw, slots_N, offsets_E1, top_k, accumulate, *rest)
