@@ -32,7 +32,6 @@ def _expert_bias_grad_kernel(
     stride_weights_k,
     TOP_K: tl.constexpr,
     GATHERED: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     EVEN_C: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,13 +53,13 @@ def _expert_bias_grad_kernel(
         rows = row + tl.arange(0, BLOCK_N)
         row_in = rows < end
         sources = rows
-        if GATHERED or HAS_WEIGHTS:
+        if GATHERED or weights_ptr is not None:
             slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
             if GATHERED:
                 sources = slots // TOP_K
         tile = rows_ptr + sources.to(tl.int64)[:, None] * stride_rows_n + cols[None, :] * stride_rows_c
         values = load_tile(tile, row_in, col_in, False, EVEN_C).to(tl.float32)  # [BLOCK_N, BLOCK_C]
-        if HAS_WEIGHTS:
+        if weights_ptr is not None:
             scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
             values *= scale[:, None]
         total += values
@@ -76,18 +75,7 @@ def launch_expert_bias_grad(
     top_k: int,
     gathered: bool,
 ) -> Tensor:
-    """Column sums over each expert's rows.
-
-    Args:
-        rows: shape [N, C] in expert order, or [T, C] in token order when ``gathered``; any strides.
-        weights_TK: a scale for every slot, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1: from ``dispatch``, int32, contiguous.
-        top_k: K.
-        gathered: whether ``rows`` is in token order.
-
-    Returns:
-        db_EC: shape [E, C], rows' dtype, contiguous; zero for an expert without rows. fp32 sums; two runs agree bit for bit.
-    """
+    """``expert_bias_grad`` on CUDA: column sums over each expert's rows, contiguous."""
     splits = _num_splits(offsets_E1, rows)
     # One part is the result: written in its dtype.
     parts_dtype = rows.dtype if splits == 1 else torch.float32
@@ -104,14 +92,7 @@ def launch_expert_bias_grad_add(
     top_k: int,
     gathered: bool,
 ) -> None:
-    """Adds column sums over each expert's rows to ``db_EC``.
-
-    Args:
-        db_EC: what is added to. Shape [E, C], dtype of rows or fp32, any strides.
-        Others: as for ``launch_expert_bias_grad``.
-
-    Sums in fp32, adds what is there and rounds once; two runs agree bit for bit.
-    """
+    """``expert_bias_grad_add`` on CUDA; ``db_EC`` may have any strides."""
     splits = _num_splits(offsets_E1, rows)
     parts_SEC = _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, torch.float32)
     db_EC.add_(parts_SEC.sum(0))
@@ -143,7 +124,6 @@ def _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, part
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         TOP_K=top_k,
         GATHERED=gathered,
-        HAS_WEIGHTS=weights_TK is not None,
         EVEN_C=is_multiple(C, config.columns),
         SPLITS=splits,
         BLOCK_N=config.rows,

@@ -74,9 +74,6 @@ def _expert_down_kernel(
     stride_lora_r,
     stride_lora_d,
     R: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
@@ -134,14 +131,14 @@ def _expert_down_kernel(
             EVEN_D,
             ALLOW_TF32,
         )
-    if HAS_BIAS:
+    if b_ptr is not None:
         bias_ptrs = b_ptr + expert * stride_b_e + cols * stride_b_d
         y += tl.load(bias_ptrs, mask=col_in, other=0.0).to(tl.float32)[None, :]
     row_in = rows < end_row
     y = y.to(y_ptr.dtype.element_ty)
-    if SINGLE:
+    if slots_ptr is not None:
         rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
-        if HAS_WEIGHTS:
+        if weights_ptr is not None:
             weights = load_slot_weights(weights_ptr, rows, row_in, stride_weights_t, 0, 1)
             y = (y.to(tl.float32) * weights[:, None]).to(y_ptr.dtype.element_ty)
     y_tile = y_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
@@ -167,24 +164,17 @@ def launch_expert_down(
     max_bytes: int | None = None,
     column_sums: ColumnSums | None = None,
 ) -> Tensor:
-    """The experts' outputs summed over each token's slots, in token order.
+    """``expert_down`` on CUDA: the experts' outputs summed over each token's slots, in token order.
 
     Args:
-        h_NGF: pre-activation, read in place of a when ``activation`` is "identity" (then G is 1); any strides.
-        a_NF: activation. Shape [N, F], any strides; None for identity.
-        w_down: a list of one weight of shape [E, F, D], h's dtype, any strides.
-        b_down: a list of one bias of shape [E, D], or an empty list.
-        weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        activation: a name or a formula.
-        v_NR, lora_b_ERD: rows in expert order and the factor that they are multiplied by, h's dtype, any strides; None for no
-            low-rank addition. Of ``lora_a_ERF`` v was made: it is not read.
-        params_EP, h8_NGB: what a was made with, and what is kept of h: they are not read.
+        h_NGF: read in place of a when ``activation`` is "identity".
+        lora_a_ERF, params_EP, h8_NGB: what v and a were made with, and what is kept of h: they are not read.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         column_sums: where the sums are written, of tokens of two slots or more; None for a new tensor.
+        Others: those of the op.
 
     Returns:
-        out_TD: shape [T, D], h's dtype, contiguous; no token with ``column_sums``. fp32 sums; two runs agree bit for bit.
+        out_TD, contiguous; no token with ``column_sums``.
     """
     (w,) = w_down
     a = h_NGF.select(1, 0) if activation == "identity" else a_NF
@@ -248,9 +238,6 @@ def _launch_portable(
         *strides_of(v_NR, 2),
         *strides_of(lora_b_ERD, 3),
         **low_rank_blocks(v_NR),
-        SINGLE=slots_N is not None,
-        HAS_WEIGHTS=weights_TK is not None,
-        HAS_BIAS=bool(b_down),
         WIDE=has_wide_offsets(w_down),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),

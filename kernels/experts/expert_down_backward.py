@@ -155,7 +155,6 @@ def _expert_down_backward_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     NUM_PARAMETERS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -214,7 +213,7 @@ def _expert_down_backward_kernel(
             ALLOW_TF32,
         )
     scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if HAS_WEIGHTS:
+    if weights_ptr is not None:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
     # Strips keep h, dh and a of one strip in registers at a time, beside the product.
     strips = _halves(da)
@@ -250,7 +249,7 @@ def _expert_down_backward_kernel(
     for i in tl.static_range(NUM_PARAMETERS):
         place = (i * num_col_tiles + col_tile).to(tl.int64) * N
         tl.store(shares_ptr + place + rows, totals[1 + i], mask=row_in)
-    if HAS_WEIGHTS:
+    if weights_ptr is not None:
         tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, totals[0], mask=row_in)
 
 
@@ -308,33 +307,22 @@ def _launch(
     params_EP: Tensor | None = None,
     parts: Iterable[RowPart] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
+    """``expert_down_backward`` on CUDA, and the gradient of the activation's parameters, None where there are none.
 
     Args:
-        dout_TD: gradient of the output. Shape [T, D], any strides.
-        h_NGF: pre-activation, in dout's dtype, any strides, or in 8 bits.
-        w_down: a list of one weight of shape [E, F, D], dout's dtype, any strides.
-        b_down: a list of one bias of shape [E, D], or an empty list.
-        weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous. Of a range of rows, slots, offsets
-            and blocks are its own, positions those of all rows.
-        activation: a name or a formula.
-        q_NR, lora_a_ERF: rows in expert order and the factor that they are multiplied by, dout's dtype, any strides; None for no
-            low-rank addition.
+        slots_N, offsets_E1, positions_TK, blocks_B2: of a range of rows, positions are those of all rows.
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
         dweights_TK: written in place of a new tensor, contiguous; by another range of rows than the first one, only where the
             slots are in it.
         first_row: position of the first row.
         wa_NF: written in place of a new tensor, contiguous.
         early: as for ``hopper_down_backward``.
-        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
+        params_EP: contiguous.
         parts: as for ``launch_expert_up``.
+        Others: those of the op.
 
     Returns:
-        dh_NGF of shape [N, G, F] in dout's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
-        fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in dout's dtype. All contiguous;
-        rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on; and the gradient of the parameters, fp32, None
-        where there are none. fp32 sums; two runs agree bit for bit.
+        Contiguous; rows of dh and wa are unwritten from ``offsets_E1[E]`` on.
     """
     dout_TD, weights_TK = readable(dout_TD), None if weights_TK is None else readable(weights_TK)
     num_rows, G, _ = h_NGF.shape
@@ -489,7 +477,6 @@ def _launch_portable(
         ACTIVATION=gradient_program(activation),
         GATED=G == 2,
         NUM_PARAMETERS=num_parameters(activation),
-        HAS_WEIGHTS=weights_TK is not None,
         WIDE=has_wide_offsets([w]),
         ALLOW_TF32=allows_tf32(),
         EVEN_D=is_multiple(D, config.block_k),

@@ -36,20 +36,7 @@ def launch_expert_mlp(
     weight_on_input: bool,
     max_bytes: int | None = None,
 ) -> Tensor:
-    """The experts' outputs summed over each token's slots, in token order.
-
-    Args:
-        x_TD, w_up, b_up: as for ``launch_expert_up``.
-        w_down, b_down: as for ``launch_expert_down``.
-        weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        activation: a name or a formula; "identity" for ungated weights only.
-        weight_on_input: the weights scale an expert's input instead of its output.
-        max_bytes: of the rows that are summed, as for ``row_chunks``.
-
-    Returns:
-        out_TD: shape [T, D], x's dtype, contiguous. fp32 sums; two runs agree bit for bit.
-    """
+    """``expert_mlp`` on CUDA; ``max_bytes`` of the rows that are summed, as for ``row_chunks``."""
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
     h_NGF, a_NF = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY)
@@ -75,16 +62,12 @@ def launch_expert_mlp_backward(
     dh_NGF: Tensor | None = None,
     wa_NF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the pre-activation and of weights on the output, and the activation scaled for the weight gradient.
+    """``expert_mlp_backward`` on CUDA.
 
     Args:
-        dout_TD: gradient of the output. Shape [T, D], any strides.
         dweights_TK, first_row: for a range of rows, as for ``launch_expert_down_backward``.
         dh_NGF, wa_NF: written in place of new tensors, contiguous.
-        Others: as for ``launch_expert_mlp``.
-
-    Returns:
-        dh_NGF, dweights_TK ([0, K] with ``weight_on_input``) and wa_NF as ``launch_expert_down_backward`` returns them.
+        Others: those of the op.
     """
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)

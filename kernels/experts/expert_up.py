@@ -105,10 +105,6 @@ def _expert_up_kernel(
     JOINED: tl.constexpr,
     WIDE: tl.constexpr,
     NUM_PARAMETERS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    STORE_H: tl.constexpr,
-    STORE_A: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_F: tl.constexpr,
@@ -186,11 +182,11 @@ def _expert_up_kernel(
                 up, u_rows, stride_u_r, lora_ptr, stride_lora_r, stride_lora_f, cols, F, R, BLOCK_R, EVEN_F, ALLOW_TF32
             )
 
-    if HAS_WEIGHTS:
+    if weights_ptr is not None:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)[:, None]
         gate *= scale
         up *= scale
-    if HAS_BIAS:
+    if gate_bias_ptr is not None:
         bias_offsets = expert * stride_gate_bias_e + cols * stride_gate_bias_f
         gate += tl.load(gate_bias_ptr + bias_offsets, mask=col_in, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -202,7 +198,7 @@ def _expert_up_kernel(
     G: tl.constexpr = 2 if GATED else 1
     gate = gate.to(x_ptr.dtype.element_ty)
     up = up.to(x_ptr.dtype.element_ty)
-    if STORE_H:
+    if h_ptr is not None:
         if h_ptr.dtype.element_ty == tl.int8:
             WIDTH = row_width(F)
             first_col = col_tile * BLOCK_N
@@ -215,7 +211,7 @@ def _expert_up_kernel(
             tl.store(h_tile + F, up, mask=stored_in)
         else:
             tl.store(h_ptr + wide_rows * F + cols[None, :], gate, mask=stored_in)
-    if STORE_A:
+    if a_ptr is not None:
         parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
         a = activate(gate.to(tl.float32), up.to(tl.float32), parameters, (rows[:, None], cols[None, :]), ACTIVATION)
         tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
@@ -239,25 +235,16 @@ def launch_expert_up(
     h_NGF: Tensor | None = None,
     parts: Iterable[RowPart] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The pre-activation and the activation of every routed slot, in expert order.
+    """``expert_up`` on CUDA: the pre-activation and the activation of every routed slot, in expert order.
 
     Args:
-        x_TD: tokens. Shape [T, D], any strides, contiguous in D is fast. T may be 0.
-        w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; x's dtype, any strides.
-        b_up: biases in the same form without D, or an empty list.
-        weights_TK: routing weights that scale an expert's input, or None. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
-        activation: a name or a formula; "identity" leaves a empty.
-        u_NR, lora_b_EGFR: rows in expert order and the factor that they are multiplied by, x's dtype, any strides; None for no
-            low-rank addition. Of ``lora_a_ERD`` u was made: it is not read.
-        params_EP: what the formula reads as p0 and so on, for each expert, fp32, any strides; None where it reads none.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
         h_NGF: written in place of a new tensor, contiguous; in 8 bits where it is int8.
         parts: parts of the rows, one launch each, where their tokens are there once the part is; None: all rows at once.
+        Others: those of the op. Of ``lora_a_ERD`` u was made: it is not read.
 
     Returns:
-        h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
-        expert order; rows from ``offsets_E1[E]`` on are not written. fp32 sums; two runs agree bit for bit.
+        h_NGF and a_NF, contiguous; rows from ``offsets_E1[E]`` on are not written.
     """
     x_TD = readable(x_TD)
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
@@ -332,10 +319,6 @@ def launch_expert_up(
             JOINED=joined,
             WIDE=wide,
             NUM_PARAMETERS=num_parameters(activation),
-            HAS_BIAS=bool(b_up),
-            HAS_WEIGHTS=weighted,
-            STORE_H=store_h,
-            STORE_A=store_a,
             ALLOW_TF32=allows_tf32(),
             EVEN_D=is_multiple(D, config.block_k),
             EVEN_F=is_multiple(F, config.block_n),

@@ -88,7 +88,6 @@ def _expert_up_backward_kernel(
     stride_lora_r,
     stride_lora_d,
     R: tl.constexpr,
-    SINGLE: tl.constexpr,
     CHANNELS: tl.constexpr,
     G: tl.constexpr,
     WIDE: tl.constexpr,
@@ -150,7 +149,7 @@ def _expert_up_backward_kernel(
         )
     row_in = rows < end_row
     dx = accumulator.to(dx_ptr.dtype.element_ty)
-    if SINGLE:
+    if slots_ptr is not None:
         rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
         if CHANNELS > 0:
             left_rows, right_cols = left_ptr + rows.to(tl.int64) * stride_left_t, right_ptr + cols * stride_right_d
@@ -177,23 +176,7 @@ def launch_expert_up_backward(
     du_NR: Tensor | None = None,
     lora_a_ERD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the tokens, and of routing weights that scale an expert's input.
-
-    Args:
-        dh_NGF: gradient of the pre-activation. Shape [N, G, F], any strides, contiguous in F is fast.
-        x_TD: tokens, needed with weights_TK only, else None. Shape [T, D], any strides.
-        w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; dh's dtype, any strides.
-        weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
-        max_bytes: of the rows that are summed, as for ``row_chunks``.
-        du_NR, lora_a_ERD: rows in expert order and the factor that they are multiplied by, dh's dtype, any strides; None for no
-            low-rank addition.
-
-    Returns:
-        dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
-        (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
-    """
+    """``expert_up_backward`` on CUDA: gradients of the tokens and of routing weights on an expert's input, contiguous."""
     (T, top_k), weighted = positions_TK.shape, weights_TK is not None
     dx_TD = dh_NGF.new_empty((T, w_up[0].shape[3]))
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
@@ -314,16 +297,7 @@ def launch_expert_up_backward_into(
 
 
 def launch_expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> Tensor:
-    """``y[r] = sum over g, f of rows[r, g, f] w[e, g, f, :]`` for every row r of every expert e, in expert order.
-
-    Args:
-        rows_NGF: rows in expert order, any strides.
-        w_EGFC: one matrix for each expert and half, the dtype of the rows, any strides.
-        offsets_E1, blocks_B2: from ``dispatch``, int32, contiguous.
-
-    Returns:
-        y_NC: shape [N, C], contiguous, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
-    """
+    """``expert_rows`` on CUDA; rows from ``offsets_E1[E]`` on are unwritten."""
     y_NC = rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3]))
     given = (rows_NGF, [w_EGFC], offsets_E1, blocks_B2, y_NC, None, None, None)
     if why_portable("expert_rows", rows=(rows_NGF,), weights=[w_EGFC]) is None:
@@ -370,7 +344,6 @@ def _launch_portable(
         *strides_of(du_NR, 2),
         *strides_of(lora_a_ERD, 3),
         **low_rank_blocks(du_NR),
-        SINGLE=slots_N is not None,
         CHANNELS=num_channels(product),
         G=G,
         WIDE=has_wide_offsets(w_up),

@@ -58,7 +58,6 @@ def _low_rank_backward_kernel(
     R: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHERED: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_W: tl.constexpr,
     EVEN_R: tl.constexpr,
@@ -93,7 +92,7 @@ def _low_rank_backward_kernel(
         u_tile = u_ptr + rows.to(tl.int64)[:, None] * stride_u_n + ranks[None, :] * stride_u_r
         dy = load_tile(dy_tile, row_in, cols < W, True, EVEN_W)  # [BLOCK_K, BLOCK_W]
         u = load_tile(u_tile, row_in, ranks < R, False, EVEN_R)  # [BLOCK_K, BLOCK_R]
-        if HAS_WEIGHTS:
+        if weights_ptr is not None:
             u = (u.to(tl.float32) * tl.load(weights_ptr + rows, mask=row_in, other=0.0)[:, None]).to(dy.dtype)
         du = multiply_add(dy, b, tl.zeros((BLOCK_K, BLOCK_R), tl.float32), ALLOW_TF32)
         du_tile = du_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :]
@@ -113,20 +112,7 @@ def launch_low_rank_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the low-rank rows and of the factor that they are multiplied by.
-
-    Args:
-        dy: rows in expert order, [N, G, W], or tokens, [T, W], any strides, contiguous in W is fast.
-        u_NR: low-rank rows in expert order, dy's dtype, any strides.
-        b: the factor, [E, G, W, R], or [E, W, R] where dy is in token order; dy's dtype, any strides.
-        weights_TK: what y was scaled by, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
-
-    Returns:
-        du_NR, contiguous, unwritten from ``offsets_E1[E]`` on, without s; and db of b's shape, contiguous, zero for an expert
-        without rows.
-        fp32 sums; two runs agree bit for bit.
-    """
+    """``low_rank_backward`` on CUDA: gradients of the low-rank rows and of the factor that they are multiplied by; contiguous."""
     gathered, N, top_k, rank = dy.dim() == 2, u_NR.shape[0], positions_TK.shape[1], u_NR.shape[1]
     db, weights_N = b.new_empty(b.shape), None
     dy_XGW, b_EGWR, db_EGWR = (t.unsqueeze(1) for t in (dy, b, db)) if gathered else _halves(dy, b, db)
@@ -160,7 +146,6 @@ def launch_low_rank_backward(
         R=rank,
         TOP_K=top_k,
         GATHERED=gathered,
-        HAS_WEIGHTS=weights_TK is not None,
         ALLOW_TF32=allows_tf32(),
         EVEN_W=is_multiple(W, config.block_m),
         EVEN_R=is_multiple(rank, config.block_n),

@@ -53,7 +53,6 @@ def _add_row_block(
     stride_weights_t,
     stride_weights_k,
     TOP_K: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     FULL: tl.constexpr,
@@ -70,7 +69,7 @@ def _add_row_block(
     gathered_tile = gathered_ptr + rows_of_tokens[:, None] + cols_d[None, :] * stride_gathered_d
     gathered = load_tile(gathered_tile, row_in, cols_d < D, FULL, EVEN_D)  # [BLOCK_K, BLOCK_M]
     grouped = load_tile(grouped_ptr + grouped_offsets, row_in, cols_f < F, FULL, EVEN_F)  # [BLOCK_K, BLOCK_N]
-    if HAS_WEIGHTS:
+    if weights_ptr is not None:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
         grouped = (grouped.to(tl.float32) * scale[:, None]).to(gathered.dtype)
     return multiply_add(tl.trans(gathered), grouped, accumulator, ALLOW_TF32)
@@ -100,13 +99,11 @@ def _expert_weight_grad_kernel(
     stride_dw_d,
     G: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    HAS_FRESH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -148,7 +145,6 @@ def _expert_weight_grad_kernel(
             stride_weights_t,
             stride_weights_k,
             TOP_K,
-            HAS_WEIGHTS,
             WIDE,
             ALLOW_TF32,
             True,
@@ -176,7 +172,6 @@ def _expert_weight_grad_kernel(
             stride_weights_t,
             stride_weights_k,
             TOP_K,
-            HAS_WEIGHTS,
             WIDE,
             ALLOW_TF32,
             False,
@@ -189,7 +184,7 @@ def _expert_weight_grad_kernel(
     d_in = (cols_d < D)[:, None]
     if ACCUMULATE:
         is_fresh = False
-        if HAS_FRESH:
+        if fresh_ptr is not None:
             is_fresh = tl.load(fresh_ptr + expert) != 0
         # Half by half: what dW held would not fit in registers beside the whole tile.
         left, right = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
@@ -220,20 +215,7 @@ def launch_expert_weight_grad(
     offsets_E1: Tensor,
     top_k: int,
 ) -> list[Tensor]:
-    """Gradients of expert weights, in the storage form of those weights.
-
-    Args:
-        gathered_TD: side in token order. Shape [T, D], any strides.
-        grouped_NGF: side in expert order, gathered's dtype. Shape [N, G, F], any strides.
-        like: the weights, on any device, one [E, G, F, D], two [E, 1, F, D] (gate, up), or one [E, F, D] (down, G is 1).
-        weights_TK: a scale for every slot, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1: from ``dispatch``, int32, contiguous.
-        top_k: K.
-
-    Returns:
-        A list of gradients with the shapes, dtypes and dense strides of ``like``; zero for an expert without rows.
-        fp32 sums over rows in expert order; two runs agree bit for bit.
-    """
+    """``expert_weight_grad`` on CUDA; ``like`` may be on any device."""
     gradients = [torch.empty_like(weight, device=gathered_TD.device) for weight in like]
     _launch(gathered_TD, grouped_NGF, gradients, weights_TK, slots_N, offsets_E1, top_k, accumulate=False)
     return gradients
@@ -251,18 +233,14 @@ def launch_expert_weight_grad_add(
     order_E1: Tensor | None = None,
     early: bool = False,
 ) -> None:
-    """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
+    """``expert_weight_grad_add`` on CUDA.
 
     Args:
-        dw: as ``like`` of ``launch_expert_weight_grad``, in the dtype of gathered or fp32.
         fresh_E: 1 for experts whose gradient is written instead, zeros without rows, else 0; int32, contiguous, or None. With
             it dw is of the dtype of gathered.
         order_E1: the order in which ``launch_range_routing`` gives the experts, where that is known.
         early: as for ``hopper_weight_grad``; the portable kernel does not.
-        Others: as for ``launch_expert_weight_grad``.
-
-    Sums over rows in fp32, adds what is there and rounds once; an expert without rows keeps what it has. Every element has
-    one writer: two runs agree bit for bit.
+        Others: those of the op.
     """
     _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, True, fresh_E, order_E1, early)
 
@@ -316,12 +294,10 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
         *dw_EGFD.stride(),
         G=G,
         TOP_K=top_k,
-        HAS_WEIGHTS=weights_TK is not None,
         WIDE=has_wide_offsets([gathered_TD], first_axis=0),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_n),
         EVEN_D=is_multiple(D, config.block_m),
         ACCUMULATE=accumulate,
-        HAS_FRESH=fresh_E is not None,
         **config.options,
     )

@@ -250,20 +250,13 @@ def hopper_down_backward(
     """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
 
     Args:
-        dout_TD: gradient of the layer's output. Shape [T, D], bf16 or fp16, stride 1 in D.
-        h_NGF: saved pre-activations, contiguous, of dout's dtype or in 8 bits.
-        w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
-        weights_TK: contiguous routing weights, or None for 1.
-        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         dh_NGF, wa_NF: outputs, contiguous, dtype of dout.
         partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
             row's column, plus ``<dout, b>`` where the projection has a bias.
         early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
-        q_NR, lora_a_ERF: what ``q[r] @ lora_a[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and any
-            strides.
-        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
         shares_PCN: output, fp32, contiguous, beside params: what each row's features in a column block add to the gradient of
             each parameter.
+        Others: those of ``launch_expert_down_backward``, such as ``select`` lets through.
 
     ``dA'`` is accumulated in fp32 and rounded to the dtype of dout; two runs agree bit for bit.
     """

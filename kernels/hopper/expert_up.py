@@ -175,16 +175,10 @@ def hopper_expert_up(
     """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
 
     Args:
-        x_TD: token rows. Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
-        w_up: [E, 2, F, D], or two or one of [E, 1, F, D], stride 1 in F or D (all alike), other strides multiples of 8.
-        b_up: the same form without D, stride 1 in F, empty or None.
-        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
             never written when it has no rows; in 8 bits where it is int8.
-        u_NR, lora_b_EGFR: what ``u[r] @ lora_b[e, g]^T`` is added of in the same sum, or None. Contiguous, R a multiple of 8,
-            and any strides.
-        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
         begins_E: given with the ends and blocks of a ``RowPart``.
+        Others: those of ``launch_expert_up``, such as ``select`` lets through.
 
     Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
     """

@@ -279,15 +279,10 @@ def hopper_down_rows(
     """Writes ``y[r] = a[r] @ W[e] + b[e]`` for every row r of every expert e; rows past the last expert's are left alone.
 
     Args:
-        a_NF: activations in expert order. Shape [N, F], bf16 or fp16, contiguous.
-        w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
-        b_down: one contiguous tensor [E, D], or none.
-        offsets_E1, blocks_B2: as ``dispatch`` gives them.
         y_ND: the output, contiguous.
         slots_N: with one expert a token, the slots: row r is written at ``y[slots[r]]``. None for ``y[r]``.
         weights_TK: with slots, what the rows are multiplied by once they are rounded. Shape [T, 1], or None.
-        v_NR, lora_b_ERD: what ``v[r] @ lora_b[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and any
-            strides.
+        Others: those of ``launch_expert_down``, such as ``select`` lets through.
 
     Accumulates in fp32 from the bias; two runs agree bit for bit.
     """
@@ -311,16 +306,12 @@ def hopper_up_backward_rows(
     """Writes ``dx_rows[r] = sum over g, f of dh[r, g, f] W[e, g, f]``, one row for every routed row, in expert order.
 
     Args:
-        dh_NGF: Shape [N, G, F], bf16 or fp16, contiguous.
-        w_up: [E, 2, F, D] or two or one of [E, 1, F, D], stride 1 in F or D, other strides multiples of 8.
-        offsets_E1, blocks_B2: as ``dispatch`` gives them.
         dx_rows_ND: the output, contiguous.
         slots_N: with one expert a token, the slots: row r is written at ``dx_rows[slots[r]]``. None for ``dx_rows[r]``.
         left_TC, right_CD: with slots, a product of at most 8 channels that is added to the rounded rows; any strides, or None.
         early: begin before the kernel launched last has ended, if that does not write what is read here: only what this one
             writes waits for it.
-        du_NR, lora_a_ERD: what ``du[r] @ lora_a[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and
-            any strides.
+        Others: those of ``launch_expert_up_backward``, such as ``select`` lets through.
 
     Accumulates in fp32; two runs agree bit for bit.
     """

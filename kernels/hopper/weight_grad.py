@@ -264,18 +264,13 @@ def hopper_weight_grad(
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
     Args:
-        gathered_TD: Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
-        grouped_NGF: rows in expert order, contiguous.
-        dw: the outputs: [E, 2, F, D], two or one of [E, 1, F, D], or one [E, F, D] for a down projection; stride 1 in
-            F or D (all alike), other strides multiples of 8. Of gathered's dtype; to accumulate also fp32, and two with
-            equal strides.
-        slots_N, offsets_E1: as ``dispatch`` gives them.
+        dw: the outputs, in a form of ``like``; of gathered's dtype, and to accumulate also fp32, and two with equal strides.
         accumulate: add to dW, where an expert without rows keeps what it has, instead of writing; it gets zeros then.
-        fresh_E: to accumulate, 1 for the experts that are written all the same, else 0, int32; dW is of gathered's dtype
-            then.
+        fresh_E: as for ``launch_expert_weight_grad_add``.
         order_E1: what ``order_experts`` gives, where that is known.
         early: begin before the kernel launched last has ended, if that writes nothing of what is read here and reads nothing
             of what is written; with ``order_E1`` only.
+        Others: those of ``launch_expert_weight_grad``, such as ``select`` lets through.
 
     Sums in fp32; two runs agree bit for bit.
     """

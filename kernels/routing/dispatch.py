@@ -66,7 +66,6 @@ def _count_kernel(
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
-    LISTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -81,13 +80,13 @@ def _count_kernel(
         experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
         local = _window_bins(experts, slots < N, window, E, BINS)
         counts += tl.histogram(local, BINS)
-        if LISTS:
+        if listed_ptr is not None:
             used = (local < E).to(tl.int32)
             places = num_chunks + chunk.to(tl.int64) * CHUNK + num_listed + tl.cumsum(used, 0) - used
             tl.store(listed_ptr + places, local * CHUNK + slots - chunk * CHUNK, mask=used != 0)
             tl.store(positions_ptr + slots, -1, mask=(used == 0) & (slots < N))
             num_listed += tl.sum(used, 0)
-    if LISTS:
+    if listed_ptr is not None:
         tl.store(listed_ptr + chunk, num_listed)
     local_bins = tl.arange(0, BINS)
     bins = window * (BINS - 1) + local_bins
@@ -250,7 +249,6 @@ def _place_kernel(
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
-    LISTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -258,7 +256,7 @@ def _place_kernel(
     program = tl.program_id(0)
     if program <= E:
         _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)
-    elif LISTS:
+    elif listed_ptr is not None:
         _place_listed(
             (program - E - 1).to(tl.int32),
             counts_ptr,
@@ -333,7 +331,6 @@ def _launch_counts(
         row_bins,
         *experts_TK.stride(),
         TOP_K=top_k,
-        LISTS=listed is not None,
         BINS=config.bins,
         CHUNK=chunk,
         STEP=min(chunk, _COUNT_STEP),
@@ -363,16 +360,7 @@ def launch_expert_counts(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots grouped by expert, and the schedule of row blocks.
-
-    Args:
-        experts_TK: expert of each choice, int32 or int64, any strides; outside [0, E) means unused. Shape [T, K].
-        num_experts: E.
-
-    Returns:
-        slots_N (slots by expert, stable; -1 behind the used ones), offsets_E1, positions_TK (row of each slot, -1 if
-        unused) and blocks_B2, B = N // 128 + E + 1; all int32 and contiguous.
-    """
+    """``dispatch`` on CUDA: slots grouped by expert, and the schedule of row blocks; contiguous."""
     T, top_k = experts_TK.shape
     N = T * top_k
     num_entries = N // ROW_BLOCK + num_experts
@@ -413,7 +401,6 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS,
         *experts_TK.stride(),
         TOP_K=top_k,
-        LISTS=lists,
         BINS=config.bins,
         CHUNK=chunk,
         STEP=config.step,

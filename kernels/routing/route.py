@@ -108,7 +108,6 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     BY_LOGIT: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -142,7 +141,7 @@ def _route_kernel(
         choice = tl.sigmoid(logits)
     else:
         choice = tl.exp(logits - row_max) / row_sum
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + ids * stride_bias_e, mask=id_in, other=0.0)
         choice += bias.to(tl.float32)[None, :]
 
@@ -281,20 +280,7 @@ def launch_route(
     num_groups: int,
     top_groups: int,
 ) -> tuple[Tensor, Tensor]:
-    """The weights and the ids of each token's K experts, best first.
-
-    Args:
-        logits_TE: router logits. Shape [T, E], bf16, fp16 or fp32, any strides. T may be 0.
-        bias_E: added to the choice scores only, or None. Shape [E], any stride.
-        top_k: K.
-        scoring: "softmax", "softmax_topk" or "sigmoid".
-        renormalize: divide each token's weights by their sum.
-        scale: factor of the weights.
-        num_groups, top_groups: groups of experts with neighbouring ids, and how many of them a token may choose from.
-
-    Returns:
-        weights_TK fp32 and experts_TK int32, contiguous. fp32 arithmetic; two runs agree bit for bit.
-    """
+    """``route`` on CUDA: the weights and the ids of each token's K experts, best first; contiguous."""
     T, num_experts = logits_TE.shape[0], int(logits_TE.shape[1])
     weights_TK = logits_TE.new_empty((T, top_k), dtype=torch.float32)
     experts_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
@@ -316,7 +302,6 @@ def launch_route(
         SIGMOID=scoring == "sigmoid",
         BY_LOGIT=scoring == "softmax_topk" or (bias_E is None and (scoring == "softmax" or top_groups == num_groups)),
         NORMALIZED=renormalize or scoring == "softmax_topk",
-        HAS_BIAS=bias_E is not None,
         SCALE=scale,
         NUM_GROUPS=num_groups,
         TOP_GROUPS=top_groups,
@@ -331,16 +316,7 @@ def launch_route(
 
 
 def launch_route_at(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
-    """The weights of given experts of each token.
-
-    Args:
-        logits_TE: router logits. Shape [T, E], bf16, fp16 or fp32, any strides. T may be 0.
-        experts_TK: ids of these experts; the weight of one outside [0, E) is 0. Shape [T, K], int32 or int64, any strides.
-        scoring, renormalize, scale: as for ``launch_route``.
-
-    Returns:
-        weights_TK fp32, contiguous. fp32 arithmetic; two runs agree bit for bit.
-    """
+    """``route_at`` on CUDA: the weights of given experts of each token, contiguous; that of an id outside [0, E) is 0."""
     T, num_experts = logits_TE.shape[0], int(logits_TE.shape[1])
     top_k = int(experts_TK.shape[1])
     weights_TK = logits_TE.new_empty((T, top_k), dtype=torch.float32)
@@ -377,16 +353,9 @@ def launch_route_backward(
     renormalize: bool,
     scale: float,
 ) -> Tensor:
-    """The gradient of the logits, zero where the scoring makes it so for an expert that was not chosen.
+    """``route_backward`` on CUDA, contiguous: zero where the scoring makes it so for an expert that was not chosen.
 
-    Args:
-        dweights_TK: gradient of the weights. Shape [T, K], fp32, any strides.
-        logits_TE: the logits that ``launch_route`` took. Shape [T, E], any strides.
-        weights_TK, experts_TK: what it returned, or what ``launch_route_at`` took and returned, contiguous.
-        scoring, renormalize, scale: what it took.
-
-    Returns:
-        dlogits_TE: shape [T, E], dtype of the logits, contiguous. fp32 arithmetic; two runs agree bit for bit.
+    ``weights_TK`` and ``experts_TK`` are contiguous.
     """
     T, num_experts = logits_TE.shape[0], int(logits_TE.shape[1])
     top_k = int(experts_TK.shape[1])

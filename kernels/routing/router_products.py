@@ -102,16 +102,7 @@ def _options(config, D, block_e) -> dict:
 
 
 def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
-    """``x @ w.T``.
-
-    Args:
-        x_TD: tokens. Shape [T, D], bf16, fp16 or fp32, any strides.
-        w_ED: the router's weight. Shape [E, D], dtype of x, any strides.
-        wide: give the sums as they are, in fp32.
-
-    Returns:
-        logits_TE: shape [T, E], dtype of x, or fp32, contiguous. fp32 sums; two runs agree bit for bit, of any number of tokens.
-    """
+    """``router_logits`` on CUDA: ``x @ w.T``, contiguous, in fp32 if ``wide``."""
     (T, D), E = x_TD.shape, w_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32 if wide else x_TD.dtype)
     config = choose_router_product(operands(x_TD), static_size(D), capability(x_TD), static_size(T))
@@ -134,15 +125,7 @@ def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tens
 
 
 def launch_router_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """``dlogits.T @ x``.
-
-    Args:
-        dlogits_TE: gradient of the logits. Shape [T, E], dtype of x, any strides, E at most 16.
-        x_TD: tokens. Shape [T, D], bf16, fp16 or fp32, any strides.
-
-    Returns:
-        dw_ED: shape [E, D], dtype of x, contiguous; zero without tokens. fp32 sums; two runs agree bit for bit.
-    """
+    """``router_weight_grad`` on CUDA: ``dlogits.T @ x``, contiguous; zero without tokens."""
     (T, D), E = x_TD.shape, dlogits_TE.shape[1]
     config = choose_router_product(operands(x_TD), static_size(D), capability(x_TD))
     num_col_tiles = ceil_div(D, config.columns)

@@ -28,12 +28,11 @@ def _load_rows(
     stride_e,
     stride_kept,
     E,
-    HAS_KEPT: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """``(p, logsumexp, kept)`` of some tokens; a row that is not kept is one of zeros."""
     kept = tokens < end
-    if HAS_KEPT:
+    if kept_ptr is not None:
         kept &= tl.load(kept_ptr + tokens * stride_kept, mask=kept, other=0) != 0
     ids = tl.arange(0, BLOCK_E)
     row_tile = logits_ptr + tokens[:, None] * stride_t + ids.to(tl.int64)[None, :] * stride_e  # [BLOCK_T, BLOCK_E]
@@ -57,7 +56,6 @@ def _router_sums_kernel(
     stride_e,
     stride_kept,
     PARTS: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -69,7 +67,7 @@ def _router_sums_kernel(
     squares = tl.zeros((BLOCK_T,), tl.float32)
     for token in range(first, end, BLOCK_T):
         tokens = (token + tl.arange(0, BLOCK_T)).to(tl.int64)
-        p, size, kept = _load_rows(logits_ptr, kept_ptr, tokens, end, stride_t, stride_e, stride_kept, E, HAS_KEPT, BLOCK_E)
+        p, size, kept = _load_rows(logits_ptr, kept_ptr, tokens, end, stride_t, stride_e, stride_kept, E, BLOCK_E)
         sums += tl.sum(tl.where(kept[:, None], p, 0.0), axis=0)
         squares += tl.where(kept, size * size, 0.0)
     ids = tl.arange(0, BLOCK_E)
@@ -93,25 +91,21 @@ def _router_sums_backward_kernel(
     stride_kept,
     stride_added_t,
     stride_added_e,
-    HAS_SUMS: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     ids = tl.arange(0, BLOCK_E)
-    p, size, kept = _load_rows(logits_ptr, kept_ptr, tokens, T, stride_t, stride_e, stride_kept, E, HAS_KEPT, BLOCK_E)
+    p, size, kept = _load_rows(logits_ptr, kept_ptr, tokens, T, stride_t, stride_e, stride_kept, E, BLOCK_E)
     slope = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    if HAS_SUMS:
+    if dsums_ptr is not None:
         dsums = tl.load(dsums_ptr + ids * stride_dsums, mask=ids < E, other=0.0).to(tl.float32)
         slope += dsums[None, :] - tl.sum(p * dsums[None, :], axis=1)[:, None]
-    if HAS_SQUARES:
+    if dsquares_ptr is not None:
         slope += (2.0 * tl.load(dsquares_ptr).to(tl.float32) * size)[:, None]
     dlogits = tl.where(kept[:, None], p * slope, 0.0)
     row_in = (tokens < T)[:, None] & (ids < E)[None, :]
-    if HAS_ADDED:
+    if added_ptr is not None:
         added_rows = added_ptr + tokens * stride_added_t
         added_tile = added_rows[:, None] + ids.to(tl.int64)[None, :] * stride_added_e  # [BLOCK_T, BLOCK_E]
         dlogits += tl.load(added_tile, mask=row_in, other=0.0).to(tl.float32)
@@ -120,15 +114,7 @@ def _router_sums_backward_kernel(
 
 
 def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sums over tokens of their probabilities and of their squared logsumexp.
-
-    Args:
-        logits_TE: router logits. Shape [T, E], bf16, fp16 or fp32, any strides. T may be 0.
-        kept_T: the tokens that count, or None for all. Shape [T], bool, any stride.
-
-    Returns:
-        sums_E and squares, a scalar, both fp32. fp32 arithmetic; two runs agree bit for bit.
-    """
+    """``router_sums`` on CUDA: the sums over tokens of their probabilities and of their squared logsumexp."""
     T, E = logits_TE.shape[0], int(logits_TE.shape[1])
     config = choose_router_sums(triton.next_power_of_2(E))
     parts = router_sum_parts(config.columns)
@@ -146,7 +132,6 @@ def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor
         *logits_TE.stride(),
         kept_T.stride(0) if kept_T is not None else 0,
         PARTS=parts,
-        HAS_KEPT=kept_T is not None,
         BLOCK_T=config.rows,
         BLOCK_E=config.columns,
         num_warps=config.num_warps,
@@ -162,16 +147,7 @@ def launch_router_sums_backward(
     kept_T: Tensor | None,
     added_TE: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits.
-
-    Args:
-        dsums_E, dsquares: gradients of what ``launch_router_sums`` returned, None for zeros. fp32, any stride.
-        logits_TE, kept_T: what it took.
-        added_TE: another gradient of the logits, in their shape and dtype, any strides; None for none.
-
-    Returns:
-        dlogits_TE: shape [T, E], dtype of the logits, contiguous. fp32 arithmetic; two runs agree bit for bit.
-    """
+    """``router_sums_backward`` on CUDA: the gradient of the logits, contiguous; ``added_TE`` is another one."""
     T, E = logits_TE.shape[0], int(logits_TE.shape[1])
     dlogits_TE = logits_TE.new_empty((T, E))
     config = choose_route_backward(triton.next_power_of_2(E))
@@ -190,10 +166,6 @@ def launch_router_sums_backward(
         *logits_TE.stride(),
         kept_T.stride(0) if kept_T is not None else 0,
         *(added_TE.stride() if added_TE is not None else (0, 0)),
-        HAS_SUMS=dsums_E is not None,
-        HAS_SQUARES=dsquares is not None,
-        HAS_KEPT=kept_T is not None,
-        HAS_ADDED=added_TE is not None,
         BLOCK_T=config.rows,
         BLOCK_E=config.columns,
         num_warps=config.num_warps,

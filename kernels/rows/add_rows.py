@@ -30,7 +30,6 @@ def _add_rows_kernel(
     num_rows,
     TOP_K: tl.constexpr,
     BY_ROW: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -57,7 +56,7 @@ def _add_rows_kernel(
             row = tl.load(positions_ptr + k).to(tl.int64) - first_row
             if (row >= 0) & (row < num_rows):
                 values = tl.load(rows_ptr + row * D + cols, mask=col_in, other=0.0).to(tl.float32)
-                if HAS_WEIGHTS:
+                if weights_ptr is not None:
                     weight = tl.load(weights_ptr + token * stride_weights_t + k * stride_weights_k)
                     values *= weight.to(tl.float32)
                 total += values
@@ -103,7 +102,6 @@ def add_rows(
         num_rows,
         TOP_K=top_k,
         BY_ROW=by_row,
-        HAS_WEIGHTS=weights_TK is not None,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_D=config.columns,

@@ -62,7 +62,6 @@ def _used_first_kernel(
     stride_weights_k,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -77,7 +76,7 @@ def _used_first_kernel(
     read = tl.maximum(tl.cdiv(counts, UNROLL), 1) * UNROLL
     place_ptrs = used_positions_ptr + tokens[:, None] * TOP_K + places
     tl.store(place_ptrs, tl.where(used, positions, -1), mask=slot_in & (places < read[:, None]))
-    if HAS_WEIGHTS:
+    if weights_ptr is not None:
         weight_ptrs = weights_ptr + tokens[:, None] * stride_weights_t + ks[None, :] * stride_weights_k
         weights = tl.load(weight_ptrs, mask=used, other=0.0)
         tl.store(used_weights_ptr + tokens[:, None] * TOP_K + places, weights, mask=used)
@@ -101,7 +100,6 @@ def _add_slots(
     num_rows,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):
     """``total`` plus what the rows of UNROLL slots of each token weigh, from slot ``first`` on."""
@@ -111,7 +109,7 @@ def _add_slots(
         used = (position >= 0) & (position < num_rows)
         row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
         row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
-        if HAS_WEIGHTS:
+        if weights_ptr is not None:
             weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
             row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
         total += row
@@ -140,9 +138,6 @@ def _combine_kernel(
     num_rows,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr,
     ROUNDS: tl.constexpr,
     PARTS: tl.constexpr,
     FEW_CHANNELS: tl.constexpr,
@@ -176,10 +171,9 @@ def _combine_kernel(
         num_rows,
         TOP_K,
         UNROLL,
-        HAS_WEIGHTS,
         EVEN_D,
     )
-    if HAS_COUNTS:
+    if counts_ptr is not None:
         counts = tl.load(counts_ptr + tokens, mask=token_in, other=0)
         for first in range(UNROLL, tl.max(counts, axis=0), UNROLL):
             total = _add_slots(
@@ -198,13 +192,12 @@ def _combine_kernel(
                 num_rows,
                 TOP_K,
                 UNROLL,
-                HAS_WEIGHTS,
                 EVEN_D,
             )
     if FEW_CHANNELS > 0:
         left_rows, right_cols = left_ptr + tokens * stride_left_t, right_ptr + cols * stride_right_d
         total = add_channels(total, left_rows, token_in, right_cols, col_in, stride_left_c, stride_right_c, FEW_CHANNELS)
-    elif HAS_PRODUCT:
+    elif left_ptr is not None:
         product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for c in range(0, C, BLOCK_C):
             cs = c + tl.arange(0, BLOCK_C)
@@ -296,7 +289,6 @@ def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) 
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         TOP_K=top_k,
         UNROLL=_unroll(top_k),
-        HAS_WEIGHTS=weights_TK is not None,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
         num_warps=4,
@@ -355,9 +347,6 @@ def combine(
         rows_ND.shape[0],
         TOP_K=top_k,
         UNROLL=_unroll(top_k),
-        HAS_COUNTS=counts_T is not None,
-        HAS_WEIGHTS=weights_TK is not None,
-        HAS_PRODUCT=product is not None,
         ROUNDS=rounds,
         PARTS=parts,
         FEW_CHANNELS=num_channels if has_few_channels else 0,

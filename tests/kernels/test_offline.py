@@ -292,7 +292,7 @@ def expected_tensor_core(launch, capability):
         rows = launch.arguments["BLOCK_M"]
     elif launch.name == "_low_rank_backward_kernel":
         rows = launch.arguments["BLOCK_K"]
-    elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
+    elif launch.arguments.get("left_ptr") is not None and not launch.arguments["FEW_CHANNELS"]:
         rows = launch.arguments["BLOCK_T"]
     else:
         return None
