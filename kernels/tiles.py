@@ -59,14 +59,7 @@ def load_slot_weights(weights_ptr, slots, rows_in, stride_t, stride_k, TOP_K: tl
 
 @triton.jit
 def add_channels(
-    total,
-    left_rows,
-    row_in,
-    right_cols,
-    col_in,
-    stride_left_c,
-    stride_right_c,
-    CHANNELS: tl.constexpr,
+    total, left_rows, row_in, right_cols, col_in, stride_left_c, stride_right_c, CHANNELS: tl.constexpr
 ):
     """``total`` plus the product of CHANNELS columns and rows, one by one, in fp32.
 
@@ -108,19 +101,10 @@ def offsets_of(indices, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def add_rows_times_weight(
-    accumulator,
-    row_pointers,
-    stride_row_k,
-    w_ptr,
-    stride_w_k,
-    w_cols,
-    col_in,
-    num_contracted,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-):
+    accumulator, row_pointers, stride_row_k,
+    w_ptr, stride_w_k, w_cols, col_in,
+    num_contracted, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ALLOW_TF32: tl.constexpr,
+):  # fmt: skip
     """``accumulator`` plus the product of whole rows, one pointer each, with columns of one expert's weight, whose offsets are
     ``w_cols``.
 
@@ -143,19 +127,10 @@ def add_rows_times_weight(
 
 @triton.jit
 def add_low_rank(
-    accumulator,
-    row_pointers,
-    stride_row_r,
-    w_ptr,
-    stride_w_r,
-    stride_w_n,
-    cols,
-    num_cols,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-):
+    accumulator, row_pointers, stride_row_r,
+    w_ptr, stride_w_r, stride_w_n, cols, num_cols,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, EVEN_N: tl.constexpr, ALLOW_TF32: tl.constexpr,
+):  # fmt: skip
     """``accumulator`` plus the product of R more columns of whole rows with columns of one expert's low-rank factor.
 
     Pointers are as for ``add_rows_times_weight``.

@@ -11,22 +11,12 @@ from moeblaze_ops.kernels.tiles import count_row_tiles, load_tile, locate_row_ti
 
 @triton.jit
 def _bias_dots_kernel(
-    dout_ptr,
-    b_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    dots_ptr,
+    dout_ptr, b_ptr, slots_ptr, offsets_ptr, blocks_ptr, dots_ptr,
     D,
-    stride_dout_t,
-    stride_dout_d,
-    stride_b_e,
-    stride_b_d,
-    TOP_K: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    stride_dout_t, stride_dout_d, stride_b_e, stride_b_d,
+    TOP_K: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row_tile = tl.program_id(0)
     if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
         return
@@ -66,19 +56,9 @@ def bias_dots(
     launch(
         _bias_dots_kernel,
         most_row_tiles(blocks_B2, dots_N.shape[0], block_m),
-        dout_TD,
-        b_ED,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        dots_N,
+        dout_TD, b_ED, slots_N, offsets_E1, blocks_B2, dots_N,
         D,
-        *dout_TD.stride(),
-        *b_ED.stride(),
-        TOP_K=top_k,
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_M=block_m,
-        BLOCK_D=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        *dout_TD.stride(), *b_ED.stride(),
+        TOP_K=top_k, EVEN_D=is_multiple(D, config.columns),
+        BLOCK_M=block_m, BLOCK_D=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip

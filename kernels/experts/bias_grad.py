@@ -19,24 +19,12 @@ from moeblaze_ops.kernels.tiles import load_slot_weights, load_tile
 
 @triton.jit
 def _expert_bias_grad_kernel(
-    rows_ptr,
-    weights_ptr,
-    slots_ptr,
-    offsets_ptr,
-    parts_ptr,
-    E,
-    C,
-    stride_rows_n,
-    stride_rows_c,
-    stride_weights_t,
-    stride_weights_k,
-    TOP_K: tl.constexpr,
-    GATHERED: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    rows_ptr, weights_ptr, slots_ptr, offsets_ptr, parts_ptr,
+    E, C,
+    stride_rows_n, stride_rows_c, stride_weights_t, stride_weights_k,
+    TOP_K: tl.constexpr, GATHERED: tl.constexpr, EVEN_C: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(C, BLOCK_C)
     cols = tl.program_id(0) % num_col_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
     part = tl.program_id(0) // num_col_tiles % SPLITS
@@ -113,22 +101,10 @@ def _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, part
     launch(
         _expert_bias_grad_kernel,
         num_experts * splits * ceil_div(C, config.columns),
-        rows,
-        weights_TK,
-        slots_N,
-        offsets_E1,
-        parts_SEC,
-        num_experts,
-        C,
-        *rows.stride(),
-        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        TOP_K=top_k,
-        GATHERED=gathered,
-        EVEN_C=is_multiple(C, config.columns),
-        SPLITS=splits,
-        BLOCK_N=config.rows,
-        BLOCK_C=config.columns,
-        num_warps=config.num_warps,
-        num_stages=2,
-    )
+        rows, weights_TK, slots_N, offsets_E1, parts_SEC,
+        num_experts, C,
+        *rows.stride(), *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=top_k, GATHERED=gathered, EVEN_C=is_multiple(C, config.columns), SPLITS=splits,
+        BLOCK_N=config.rows, BLOCK_C=config.columns, num_warps=config.num_warps, num_stages=2,
+    )  # fmt: skip
     return parts_SEC

@@ -47,43 +47,13 @@ from moeblaze_ops.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["N"])
 def _expert_down_kernel(
-    a_ptr,
-    w_ptr,
-    b_ptr,
-    weights_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    v_ptr,
-    lora_ptr,
-    y_ptr,
-    N,
-    F,
-    D,
-    stride_a_n,
-    stride_a_f,
-    stride_w_e,
-    stride_w_f,
-    stride_w_d,
-    stride_b_e,
-    stride_b_d,
-    stride_weights_t,
-    stride_v_n,
-    stride_v_r,
-    stride_lora_e,
-    stride_lora_r,
-    stride_lora_d,
-    R: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    a_ptr, w_ptr, b_ptr, weights_ptr, slots_ptr, offsets_ptr, blocks_ptr, v_ptr, lora_ptr, y_ptr,
+    N, F, D,
+    stride_a_n, stride_a_f, stride_w_e, stride_w_f, stride_w_d, stride_b_e, stride_b_d, stride_weights_t,
+    stride_v_n, stride_v_r, stride_lora_e, stride_lora_r, stride_lora_d,
+    R: tl.constexpr, WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr, EVEN_F: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(D, BLOCK_N)
     row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
@@ -103,34 +73,16 @@ def _expert_down_kernel(
     # Rows past the end are others' or hold anything: their products are never stored, and the loop needs no mask.
     read_rows = tl.minimum(rows, N - 1).to(tl.int64)
     y = add_rows_times_weight(
-        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-        a_ptr + read_rows * stride_a_n,
-        stride_a_f,
-        w_ptr + expert * stride_w_e,
-        stride_w_f,
-        offsets_of(cols, stride_w_d, WIDE),
-        col_in,
-        F,
-        BLOCK_K,
-        EVEN_F,
-        EVEN_D,
-        ALLOW_TF32,
-    )
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), a_ptr + read_rows * stride_a_n, stride_a_f,
+        w_ptr + expert * stride_w_e, stride_w_f, offsets_of(cols, stride_w_d, WIDE), col_in,
+        F, BLOCK_K, EVEN_F, EVEN_D, ALLOW_TF32,
+    )  # fmt: skip
     if R > 0:
         y = add_low_rank(
-            y,
-            v_ptr + read_rows * stride_v_n,
-            stride_v_r,
-            lora_ptr + expert * stride_lora_e,
-            stride_lora_r,
-            stride_lora_d,
-            cols,
-            D,
-            R,
-            BLOCK_R,
-            EVEN_D,
-            ALLOW_TF32,
-        )
+            y, v_ptr + read_rows * stride_v_n, stride_v_r,
+            lora_ptr + expert * stride_lora_e, stride_lora_r, stride_lora_d, cols, D,
+            R, BLOCK_R, EVEN_D, ALLOW_TF32,
+        )  # fmt: skip
     if b_ptr is not None:
         bias_ptrs = b_ptr + expert * stride_b_e + cols * stride_b_d
         y += tl.load(bias_ptrs, mask=col_in, other=0.0).to(tl.float32)[None, :]
@@ -218,29 +170,11 @@ def _launch_portable(
     launch(
         _expert_down_kernel,
         num_row_tiles * ceil_div(D, config.block_n),
-        a_NF,
-        w_EFD,
-        b_down[0] if b_down else None,
-        weights_TK,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        v_NR,
-        lora_b_ERD,
-        y_ND,
-        a_NF.shape[0],
-        F,
-        D,
-        *a_NF.stride(),
-        *w_EFD.stride(),
-        *(b_down[0].stride() if b_down else (0, 0)),
-        0 if weights_TK is None else weights_TK.stride(0),
-        *strides_of(v_NR, 2),
-        *strides_of(lora_b_ERD, 3),
-        **low_rank_blocks(v_NR),
-        WIDE=has_wide_offsets(w_down),
-        ALLOW_TF32=allows_tf32(),
-        EVEN_F=is_multiple(F, config.block_k),
-        EVEN_D=is_multiple(D, config.block_n),
+        a_NF, w_EFD, b_down[0] if b_down else None, weights_TK, slots_N, offsets_E1, blocks_B2, v_NR, lora_b_ERD, y_ND,
+        a_NF.shape[0], F, D,
+        *a_NF.stride(), *w_EFD.stride(), *(b_down[0].stride() if b_down else (0, 0)),
+        0 if weights_TK is None else weights_TK.stride(0), *strides_of(v_NR, 2), *strides_of(lora_b_ERD, 3),
+        **low_rank_blocks(v_NR), WIDE=has_wide_offsets(w_down), ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_k), EVEN_D=is_multiple(D, config.block_n),
         **config.options,
-    )
+    )  # fmt: skip

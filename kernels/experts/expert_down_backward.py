@@ -75,22 +75,10 @@ def _halves(tile):
 
 @triton.jit
 def _write_strip(
-    da,
-    scale,
-    rows,
-    row_in,
-    cols,
-    F,
-    h_ptr,
-    stride_h_n,
-    stride_h_g,
-    stride_h_f,
-    dh_ptr,
-    wa_ptr,
-    parameters,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    da, scale, rows, row_in, cols, F,
+    h_ptr, stride_h_n, stride_h_g, stride_h_f, dh_ptr, wa_ptr,
+    parameters, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     """Stores dh and wa for some columns of a tile, and returns their part of ``<da', a>`` and of each parameter's gradient."""
     G: tl.constexpr = 2 if GATED else 1
     tile_in = row_in[:, None] & (cols < F)[None, :]
@@ -118,53 +106,15 @@ def _write_strip(
 
 @triton.jit(do_not_specialize=["N"])
 def _expert_down_backward_kernel(
-    dout_ptr,
-    h_ptr,
-    w_ptr,
-    weights_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    q_ptr,
-    lora_ptr,
-    dh_ptr,
-    wa_ptr,
-    partials_ptr,
-    params_ptr,
-    shares_ptr,
-    N,
-    D,
-    F,
-    stride_dout_t,
-    stride_dout_d,
-    stride_h_n,
-    stride_h_g,
-    stride_h_f,
-    stride_w_e,
-    stride_w_f,
-    stride_w_d,
-    stride_weights_t,
-    stride_weights_k,
-    stride_q_n,
-    stride_q_r,
-    stride_lora_e,
-    stride_lora_r,
-    stride_lora_f,
-    R: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    NUM_PARAMETERS: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    dout_ptr, h_ptr, w_ptr, weights_ptr, slots_ptr, offsets_ptr, blocks_ptr, q_ptr, lora_ptr, dh_ptr, wa_ptr, partials_ptr,
+    params_ptr, shares_ptr,
+    N, D, F,
+    stride_dout_t, stride_dout_d, stride_h_n, stride_h_g, stride_h_f, stride_w_e, stride_w_f, stride_w_d,
+    stride_weights_t, stride_weights_k, stride_q_n, stride_q_r, stride_lora_e, stride_lora_r, stride_lora_f,
+    R: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, NUM_PARAMETERS: tl.constexpr,
+    WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr, EVEN_D: tl.constexpr, EVEN_F: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(F, BLOCK_N)
     row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
@@ -183,35 +133,17 @@ def _expert_down_backward_kernel(
     # Rows past the end read token 0: none of their results is stored, and the loop needs no mask.
     slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
     da = add_rows_times_weight(
-        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-        dout_ptr + (slots // TOP_K).to(tl.int64) * stride_dout_t,
-        stride_dout_d,
-        w_ptr + expert.to(tl.int64) * stride_w_e,
-        stride_w_d,
-        offsets_of(cols, stride_w_f, WIDE),
-        cols < F,
-        D,
-        BLOCK_K,
-        EVEN_D,
-        EVEN_F,
-        ALLOW_TF32,
-    )
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), dout_ptr + (slots // TOP_K).to(tl.int64) * stride_dout_t, stride_dout_d,
+        w_ptr + expert.to(tl.int64) * stride_w_e, stride_w_d, offsets_of(cols, stride_w_f, WIDE), cols < F,
+        D, BLOCK_K, EVEN_D, EVEN_F, ALLOW_TF32,
+    )  # fmt: skip
 
     if R > 0:
         da = add_low_rank(
-            da,
-            q_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_q_n,
-            stride_q_r,
-            lora_ptr + expert.to(tl.int64) * stride_lora_e,
-            stride_lora_r,
-            stride_lora_f,
-            cols,
-            F,
-            R,
-            BLOCK_R,
-            EVEN_F,
-            ALLOW_TF32,
-        )
+            da, q_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_q_n, stride_q_r,
+            lora_ptr + expert.to(tl.int64) * stride_lora_e, stride_lora_r, stride_lora_f, cols, F,
+            R, BLOCK_R, EVEN_F, ALLOW_TF32,
+        )  # fmt: skip
     scale = tl.full((BLOCK_M,), 1.0, tl.float32)
     if weights_ptr is not None:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
@@ -223,22 +155,10 @@ def _expert_down_backward_kernel(
     parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
     for strip in tl.static_range(len(strips)):
         sums = _write_strip(
-            strips[strip],
-            scale,
-            rows,
-            row_in,
-            col_tile * BLOCK_N + strip * STRIP_N + tl.arange(0, STRIP_N),
-            F,
-            h_ptr,
-            stride_h_n,
-            stride_h_g,
-            stride_h_f,
-            dh_ptr,
-            wa_ptr,
-            parameters,
-            ACTIVATION,
-            GATED,
-        )
+            strips[strip], scale, rows, row_in, col_tile * BLOCK_N + strip * STRIP_N + tl.arange(0, STRIP_N), F,
+            h_ptr, stride_h_n, stride_h_g, stride_h_f, dh_ptr, wa_ptr,
+            parameters, ACTIVATION, GATED,
+        )  # fmt: skip
         if strip == 0:
             totals = sums
         else:
@@ -368,19 +288,11 @@ def _launch(
     launch(
         _dweights_kernel,
         ceil_div(num_rows if by_row else num_slots, block),
-        partials_CN,
-        slots_N,
-        positions_TK,
-        dweights_TK,
-        num_slots,
-        num_rows,
-        partials_CN.shape[0],
-        BY_ROW=by_row,
-        UNROLL=8,
-        BLOCK_N=block,
-        num_warps=block // 64,
-        num_stages=1,
-    )
+        partials_CN, slots_N, positions_TK, dweights_TK,
+        num_slots, num_rows, partials_CN.shape[0],
+        BY_ROW=by_row, UNROLL=8,
+        BLOCK_N=block, num_warps=block // 64, num_stages=1,
+    )  # fmt: skip
     return dh_NGF, dweights_TK, wa_NF, dparams_EP
 
 
@@ -449,37 +361,13 @@ def _launch_portable(
     launch(
         _expert_down_backward_kernel,
         num_row_tiles * ceil_div(F, config.block_n),
-        dout_TD,
-        h_NGF,
-        w,
-        weights_TK,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        q_NR,
-        lora_a_ERF,
-        dh_NGF,
-        wa_NF,
-        partials_CN,
-        params_EP,
-        shares_PCN,
-        num_rows,
-        D,
-        F,
-        *dout_TD.stride(),
-        *h_NGF.stride(),
-        *w.stride(),
-        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        *strides_of(q_NR, 2),
-        *strides_of(lora_a_ERF, 3),
-        **low_rank_blocks(q_NR),
-        TOP_K=top_k,
-        ACTIVATION=gradient_program(activation),
-        GATED=G == 2,
-        NUM_PARAMETERS=num_parameters(activation),
-        WIDE=has_wide_offsets([w]),
-        ALLOW_TF32=allows_tf32(),
-        EVEN_D=is_multiple(D, config.block_k),
-        EVEN_F=is_multiple(F, config.block_n),
+        dout_TD, h_NGF, w, weights_TK, slots_N, offsets_E1, blocks_B2, q_NR, lora_a_ERF, dh_NGF, wa_NF, partials_CN,
+        params_EP, shares_PCN,
+        num_rows, D, F,
+        *dout_TD.stride(), *h_NGF.stride(), *w.stride(), *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        *strides_of(q_NR, 2), *strides_of(lora_a_ERF, 3),
+        **low_rank_blocks(q_NR), TOP_K=top_k, ACTIVATION=gradient_program(activation), GATED=G == 2,
+        NUM_PARAMETERS=num_parameters(activation), WIDE=has_wide_offsets([w]), ALLOW_TF32=allows_tf32(),
+        EVEN_D=is_multiple(D, config.block_k), EVEN_F=is_multiple(F, config.block_n),
         **config.options,
-    )
+    )  # fmt: skip

@@ -55,51 +55,15 @@ from moeblaze_ops.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["N"])
 def _expert_up_backward_kernel(
-    dh_ptr,
-    gate_ptr,
-    up_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    left_ptr,
-    right_ptr,
-    du_ptr,
-    lora_ptr,
-    dx_ptr,
-    N,
-    F,
-    D,
-    stride_dh_n,
-    stride_dh_g,
-    stride_dh_f,
-    stride_gate_e,
-    stride_gate_f,
-    stride_gate_d,
-    stride_up_e,
-    stride_up_f,
-    stride_up_d,
-    stride_left_t,
-    stride_left_c,
-    stride_right_c,
-    stride_right_d,
-    stride_du_n,
-    stride_du_r,
-    stride_lora_e,
-    stride_lora_r,
-    stride_lora_d,
-    R: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    G: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    dh_ptr, gate_ptr, up_ptr, slots_ptr, offsets_ptr, blocks_ptr, left_ptr, right_ptr, du_ptr, lora_ptr, dx_ptr,
+    N, F, D,
+    stride_dh_n, stride_dh_g, stride_dh_f, stride_gate_e, stride_gate_f, stride_gate_d,
+    stride_up_e, stride_up_f, stride_up_d, stride_left_t, stride_left_c, stride_right_c, stride_right_d,
+    stride_du_n, stride_du_r, stride_lora_e, stride_lora_r, stride_lora_d,
+    R: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
+    EVEN_F: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(D, BLOCK_N)
     row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
@@ -134,19 +98,10 @@ def _expert_up_backward_kernel(
         )
     if R > 0:
         accumulator = add_low_rank(
-            accumulator,
-            du_ptr + read_rows * stride_du_n,
-            stride_du_r,
-            lora_ptr + expert * stride_lora_e,
-            stride_lora_r,
-            stride_lora_d,
-            cols,
-            D,
-            R,
-            BLOCK_R,
-            EVEN_D,
-            ALLOW_TF32,
-        )
+            accumulator, du_ptr + read_rows * stride_du_n, stride_du_r,
+            lora_ptr + expert * stride_lora_e, stride_lora_r, stride_lora_d, cols, D,
+            R, BLOCK_R, EVEN_D, ALLOW_TF32,
+        )  # fmt: skip
     row_in = rows < end_row
     dx = accumulator.to(dx_ptr.dtype.element_ty)
     if slots_ptr is not None:
@@ -323,35 +278,14 @@ def _launch_portable(
     launch(
         _expert_up_backward_kernel,
         num_row_tiles * ceil_div(D, config.block_n),
-        dh_NGF,
-        gate,
-        up,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        left_TC,
-        right_CD,
-        du_NR,
-        lora_a_ERD,
-        dx_ND,
-        num_rows,
-        F,
-        D,
-        *dh_NGF.stride(),
-        *gate.stride(),
-        *up.stride(),
-        *product_strides(product),
-        *strides_of(du_NR, 2),
+        dh_NGF, gate, up, slots_N, offsets_E1, blocks_B2, left_TC, right_CD, du_NR, lora_a_ERD, dx_ND,
+        num_rows, F, D,
+        *dh_NGF.stride(), *gate.stride(), *up.stride(), *product_strides(product), *strides_of(du_NR, 2),
         *strides_of(lora_a_ERD, 3),
-        **low_rank_blocks(du_NR),
-        CHANNELS=num_channels(product),
-        G=G,
-        WIDE=has_wide_offsets(w_up),
-        ALLOW_TF32=allows_tf32(),
-        EVEN_F=is_multiple(F, config.block_k),
-        EVEN_D=is_multiple(D, config.block_n),
+        **low_rank_blocks(du_NR), CHANNELS=num_channels(product), G=G, WIDE=has_wide_offsets(w_up),
+        ALLOW_TF32=allows_tf32(), EVEN_F=is_multiple(F, config.block_k), EVEN_D=is_multiple(D, config.block_n),
         **config.options,
-    )
+    )  # fmt: skip
 
 
 def _as_one_matrix(dh_NGF, w_up):

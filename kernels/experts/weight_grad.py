@@ -36,29 +36,12 @@ from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_ti
 
 @triton.jit
 def _add_row_block(
-    accumulator,
-    rows,
-    row_in,
-    cols_f,
-    cols_d,
-    F,
-    D,
-    gathered_ptr,
-    grouped_ptr,
-    grouped_offsets,
-    weights_ptr,
-    slots_ptr,
-    stride_gathered_t,
-    stride_gathered_d,
-    stride_weights_t,
-    stride_weights_k,
-    TOP_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    FULL: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    EVEN_D: tl.constexpr,
-):
+    accumulator, rows, row_in, cols_f, cols_d, F, D,
+    gathered_ptr, grouped_ptr, grouped_offsets, weights_ptr, slots_ptr,
+    stride_gathered_t, stride_gathered_d, stride_weights_t, stride_weights_k,
+    TOP_K: tl.constexpr, WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr,
+    FULL: tl.constexpr, EVEN_F: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
     """``accumulator`` plus the outer products of BLOCK_K rows; FULL means that every row is in."""
     # A mask would have the gather wait for more than the slots.
     if FULL:
@@ -77,38 +60,14 @@ def _add_row_block(
 
 @triton.jit
 def _expert_weight_grad_kernel(
-    gathered_ptr,
-    grouped_ptr,
-    weights_ptr,
-    slots_ptr,
-    offsets_ptr,
-    fresh_ptr,
-    dw_ptr,
-    F,
-    D,
-    stride_gathered_t,
-    stride_gathered_d,
-    stride_grouped_n,
-    stride_grouped_g,
-    stride_grouped_f,
-    stride_weights_t,
-    stride_weights_k,
-    stride_dw_e,
-    stride_dw_g,
-    stride_dw_f,
-    stride_dw_d,
-    G: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    gathered_ptr, grouped_ptr, weights_ptr, slots_ptr, offsets_ptr, fresh_ptr, dw_ptr,
+    F, D,
+    stride_gathered_t, stride_gathered_d, stride_grouped_n, stride_grouped_g, stride_grouped_f,
+    stride_weights_t, stride_weights_k, stride_dw_e, stride_dw_g, stride_dw_f, stride_dw_d,
+    G: tl.constexpr, TOP_K: tl.constexpr, WIDE: tl.constexpr, ALLOW_TF32: tl.constexpr, EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     num_f_tiles = tl.cdiv(F, BLOCK_N)
     num_d_tiles = tl.cdiv(D, BLOCK_M)
     tiles_per_expert = G * num_f_tiles * num_d_tiles
@@ -128,56 +87,20 @@ def _expert_weight_grad_kernel(
     for row in range(first, full_end, BLOCK_K):
         rows = row + ks
         accumulator = _add_row_block(
-            accumulator,
-            rows,
-            rows < end,
-            cols_f,
-            cols_d,
-            F,
-            D,
-            gathered_ptr,
-            grouped_ptr,
-            grouped_offsets,
-            weights_ptr,
-            slots_ptr,
-            stride_gathered_t,
-            stride_gathered_d,
-            stride_weights_t,
-            stride_weights_k,
-            TOP_K,
-            WIDE,
-            ALLOW_TF32,
-            True,
-            EVEN_F,
-            EVEN_D,
-        )
+            accumulator, rows, rows < end, cols_f, cols_d, F, D,
+            gathered_ptr, grouped_ptr, grouped_offsets, weights_ptr, slots_ptr,
+            stride_gathered_t, stride_gathered_d, stride_weights_t, stride_weights_k,
+            TOP_K, WIDE, ALLOW_TF32, True, EVEN_F, EVEN_D,
+        )  # fmt: skip
         grouped_ptr += BLOCK_K * stride_grouped_n
     if full_end < end:
         rows = full_end + ks
         accumulator = _add_row_block(
-            accumulator,
-            rows,
-            rows < end,
-            cols_f,
-            cols_d,
-            F,
-            D,
-            gathered_ptr,
-            grouped_ptr,
-            grouped_offsets,
-            weights_ptr,
-            slots_ptr,
-            stride_gathered_t,
-            stride_gathered_d,
-            stride_weights_t,
-            stride_weights_k,
-            TOP_K,
-            WIDE,
-            ALLOW_TF32,
-            False,
-            EVEN_F,
-            EVEN_D,
-        )
+            accumulator, rows, rows < end, cols_f, cols_d, F, D,
+            gathered_ptr, grouped_ptr, grouped_offsets, weights_ptr, slots_ptr,
+            stride_gathered_t, stride_gathered_d, stride_weights_t, stride_weights_k,
+            TOP_K, WIDE, ALLOW_TF32, False, EVEN_F, EVEN_D,
+        )  # fmt: skip
 
     dw_ptr += expert.to(tl.int64) * stride_dw_e + g.to(tl.int64) * stride_dw_g
     dw_rows = dw_ptr + cols_d.to(tl.int64)[:, None] * stride_dw_d
@@ -279,25 +202,11 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
     launch(
         _expert_weight_grad_kernel,
         num_experts * G * ceil_div(F, config.block_n) * ceil_div(D, config.block_m),
-        gathered_TD,
-        grouped_NGF,
-        weights_TK,
-        slots_N,
-        offsets_E1,
-        fresh_E,
-        dw_EGFD,
-        F,
-        D,
-        *gathered_TD.stride(),
-        *grouped_NGF.stride(),
-        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        gathered_TD, grouped_NGF, weights_TK, slots_N, offsets_E1, fresh_E, dw_EGFD,
+        F, D,
+        *gathered_TD.stride(), *grouped_NGF.stride(), *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         *dw_EGFD.stride(),
-        G=G,
-        TOP_K=top_k,
-        WIDE=has_wide_offsets([gathered_TD], first_axis=0),
-        ALLOW_TF32=allows_tf32(),
-        EVEN_F=is_multiple(F, config.block_n),
-        EVEN_D=is_multiple(D, config.block_m),
-        ACCUMULATE=accumulate,
+        G=G, TOP_K=top_k, WIDE=has_wide_offsets([gathered_TD], first_axis=0), ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_n), EVEN_D=is_multiple(D, config.block_m), ACCUMULATE=accumulate,
         **config.options,
-    )
+    )  # fmt: skip

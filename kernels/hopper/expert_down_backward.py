@@ -181,22 +181,12 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, learned, ou
 
 @gluon.jit
 def _down_backward_kernel(
-    dout_ptr,
-    stride_dout8,
-    weight_desc,
-    low_rows_desc,
-    low_weight_desc,
-    h_ptr,
-    weights_ptr,
-    params_ptr,
-    shares_ptr,
-    outputs,
-    slots_ptr,
-    num_rows,
-    offsets_ptr,
-    blocks_ptr,
+    dout_ptr, stride_dout8,
+    weight_desc, low_rows_desc, low_weight_desc,
+    h_ptr, weights_ptr, params_ptr, shares_ptr, outputs,
+    slots_ptr, num_rows, offsets_ptr, blocks_ptr,
     PLAN: gl.constexpr,
-):
+):  # fmt: skip
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     dtype: gl.constexpr = outputs[0].dtype.element_ty
     ring = allocate_ring(dtype, 1 + copy_threads, PLAN)
@@ -286,20 +276,10 @@ def hopper_down_backward(
     launch_persistent(
         _down_backward_kernel,
         dout_TD.device,
-        dout_TD,
-        dout_TD.stride(0) // 8,
-        weight_desc,
-        low_rows,
-        low_weight,
-        h_NGF,
-        partials_CN if weights_TK is None else weights_TK,
-        params_EP,
-        shares_PCN,
-        (dh_NGF, wa_NF, partials_CN),
-        slots_N,
-        h_NGF.shape[0],
-        offsets_E1,
-        blocks_B2,
+        dout_TD, dout_TD.stride(0) // 8,
+        weight_desc, low_rows, low_weight,
+        h_NGF, partials_CN if weights_TK is None else weights_TK, params_EP, shares_PCN, (dh_NGF, wa_NF, partials_CN),
+        slots_N, h_NGF.shape[0], offsets_E1, blocks_B2,
         plan,
         registers=plan.warps.at_launch,
-    )
+    )  # fmt: skip

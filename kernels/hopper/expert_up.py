@@ -108,23 +108,12 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, learned, PLAN: gl.constexpr):
 
 @gluon.jit
 def _expert_up_kernel(
-    x_ptr,
-    stride_x8,
-    first_weight_desc,
-    last_weight_desc,
-    low_rows_desc,
-    first_low_desc,
-    last_low_desc,
-    bias_ptrs,
-    h_desc,
-    h_ptr,
-    a_ptr,
-    params_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
+    x_ptr, stride_x8,
+    first_weight_desc, last_weight_desc, low_rows_desc, first_low_desc, last_low_desc, bias_ptrs,
+    h_desc, h_ptr, a_ptr, params_ptr,
+    slots_ptr, offsets_ptr, blocks_ptr,
     PLAN: gl.constexpr,
-):
+):  # fmt: skip
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_desc.dtype, PLAN)
@@ -215,18 +204,9 @@ def hopper_expert_up(
     launch_persistent(
         _expert_up_kernel,
         x_TD.device,
-        x_TD,
-        x_TD.stride(0) // 8,
-        described[0][0],
-        described[-1][0],
-        *low_rank,
-        biases,
-        h_desc,
-        h_NGF,
-        a_NF,
-        params_EP,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
+        x_TD, x_TD.stride(0) // 8,
+        described[0][0], described[-1][0], *low_rank, biases,
+        h_desc, h_NGF, a_NF, params_EP,
+        slots_N, offsets_E1, blocks_B2,
         plan,
-    )
+    )  # fmt: skip

@@ -124,16 +124,7 @@ def _store_tokens(HALF: gl.constexpr, staging, row, end, column, tokens, weights
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr,
-    ring,
-    order,
-    bias_ptrs,
-    routing,
-    product,
-    y_desc,
-    y_ptr,
-    staging,
-    PLAN: gl.constexpr,
+    HALF: gl.constexpr, ring, order, bias_ptrs, routing, product, y_desc, y_ptr, staging, PLAN: gl.constexpr
 ):
     tile: gl.constexpr = PLAN.tile
     half_m: gl.constexpr = tile.half_m
@@ -167,26 +158,13 @@ def _consume(
 @gluon.jit
 def _rows_kernel(
     rows_desc,
-    first_weight_desc,
-    last_weight_desc,
-    low_rows_desc,
-    low_weight_desc,
-    bias_ptrs,
-    slots_ptr,
-    weights_ptr,
-    stride_weights_t,
-    left_ptr,
-    stride_left_t,
-    stride_left_c,
-    right_ptr,
-    stride_right_c,
-    stride_right_d,
-    y_desc,
-    y_ptr,
-    offsets_ptr,
-    blocks_ptr,
+    first_weight_desc, last_weight_desc, low_rows_desc, low_weight_desc, bias_ptrs,
+    slots_ptr, weights_ptr, stride_weights_t,
+    left_ptr, stride_left_t, stride_left_c, right_ptr, stride_right_c, stride_right_d,
+    y_desc, y_ptr,
+    offsets_ptr, blocks_ptr,
     PLAN: gl.constexpr,
-):
+):  # fmt: skip
     tile: gl.constexpr = PLAN.tile
     ring = allocate_ring(y_desc.dtype, 1, PLAN)
     staging = allocate_matrices(y_desc.dtype, 2, tile.half_m, tile.block_n)
@@ -218,20 +196,9 @@ _plan = cache(RowsPlan)
 
 
 def _launch_rows(
-    rows_NGF,
-    weights,
-    biases,
-    offsets_E1,
-    blocks_B2,
-    y_ND,
-    slots_N,
-    weights_TK,
-    left_TC=None,
-    right_CD=None,
-    early=False,
-    low_NR=None,
-    factor_ERD=None,
-) -> None:
+    rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK,
+    left_TC=None, right_CD=None, early=False, low_NR=None, factor_ERD=None,
+) -> None:  # fmt: skip
     if rows_NGF.shape[0] == 0:
         return
     num_columns = y_ND.shape[1]
@@ -247,21 +214,14 @@ def _launch_rows(
         _rows_kernel,
         y_ND.device,
         describe(rows_NGF.transpose(0, 1), 1, tile.block_m, tile.block_k),
-        described[0][0],
-        described[-1][0],
-        low_rows,
-        low_weight,
-        tuple(biases),
+        described[0][0], described[-1][0], low_rows, low_weight, tuple(biases),
         offsets_E1 if slots_N is None else slots_N,
-        offsets_E1 if weights_TK is None else weights_TK,
-        0 if weights_TK is None else weights_TK.stride(0),
+        offsets_E1 if weights_TK is None else weights_TK, 0 if weights_TK is None else weights_TK.stride(0),
         *product,
-        describe(y_ND, tile.half_m, tile.block_n),
-        y_ND,
-        offsets_E1,
-        blocks_B2,
+        describe(y_ND, tile.half_m, tile.block_n), y_ND,
+        offsets_E1, blocks_B2,
         plan,
-    )
+    )  # fmt: skip
 
 
 def hopper_down_rows(

@@ -202,22 +202,11 @@ def _consume(
 
 @gluon.jit
 def _weight_grad_kernel(
-    x_ptr,
-    stride_x8,
-    slots_ptr,
-    grouped_desc,
-    grouped_ptr,
-    first_dw_desc,
-    last_dw_desc,
-    dw_ptrs,
-    stride_dw_e8,
-    stride_dw_m8,
-    fresh_ptr,
-    order_ptr,
-    offsets_ptr,
-    num_experts,
+    x_ptr, stride_x8, slots_ptr, grouped_desc, grouped_ptr,
+    first_dw_desc, last_dw_desc, dw_ptrs, stride_dw_e8, stride_dw_m8,
+    fresh_ptr, order_ptr, offsets_ptr, num_experts,
     PLAN: gl.constexpr,
-):
+):  # fmt: skip
     tile: gl.constexpr = PLAN.tile
     copy_threads: gl.constexpr = 32 * PLAN.copy_warps
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
@@ -304,22 +293,12 @@ def hopper_weight_grad(
     launch_persistent(
         _weight_grad_kernel,
         gathered_TD.device,
-        gathered_TD,
-        gathered_TD.stride(0) // 8,
-        slots_N,
-        describe(grouped_NGF.transpose(0, 1), 1, tile.block_k, plan.grouped_block),
-        grouped_NGF,
-        described[0],
-        described[-1],
-        tuple(stored),
-        stored[0].stride(0) // 8,
-        stored[0].stride(1) // 8,
-        offsets_E1 if fresh_E is None else fresh_E,
-        order_E1,
-        offsets_E1,
-        num_experts,
+        gathered_TD, gathered_TD.stride(0) // 8, slots_N,
+        describe(grouped_NGF.transpose(0, 1), 1, tile.block_k, plan.grouped_block), grouped_NGF,
+        described[0], described[-1], tuple(stored), stored[0].stride(0) // 8, stored[0].stride(1) // 8,
+        offsets_E1 if fresh_E is None else fresh_E, order_E1, offsets_E1, num_experts,
         plan,
-    )
+    )  # fmt: skip
 
 
 def weight_grad_of_parts(*args: Any) -> None:

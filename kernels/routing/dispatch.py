@@ -55,21 +55,11 @@ def _window_bins(experts, slot_in, window, E, BINS: tl.constexpr):
 # Numbers of slots fit 32 bits; a compiler that does not know how many come passes 64, which a histogram does not take.
 @triton.jit(do_not_specialize=["N", "num_chunks"])
 def _count_kernel(
-    experts_ptr,
-    counts_ptr,
-    listed_ptr,
-    positions_ptr,
-    N,
-    num_chunks,
-    E,
-    row_bins,
-    stride_t,
-    stride_k,
-    TOP_K: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    experts_ptr, counts_ptr, listed_ptr, positions_ptr,
+    N, num_chunks, E, row_bins,
+    stride_t, stride_k,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     chunk = (tl.program_id(0) % num_chunks).to(tl.int32)
     window = (tl.program_id(0) // num_chunks).to(tl.int32)
     counts = tl.zeros((BINS,), tl.int32)
@@ -110,23 +100,12 @@ def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, row_bins, BLOCK: tl.cons
 
 @triton.jit
 def _place_chunk(
-    chunk,
-    window,
-    experts_ptr,
-    counts_ptr,
-    totals_ptr,
-    slots_ptr,
-    positions_ptr,
-    N,
-    E,
-    row_bins,
-    stride_t,
-    stride_k,
-    TOP_K: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    chunk, window,
+    experts_ptr, counts_ptr, totals_ptr, slots_ptr, positions_ptr,
+    N, E, row_bins,
+    stride_t, stride_k,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Writes the rows of one chunk's slots, those in one window of bins."""
     local_bins = tl.arange(0, BINS)
     kept = local_bins < BINS - 1
@@ -160,19 +139,10 @@ def _place_chunk(
 @triton.jit
 def _place_listed(
     chunk,
-    counts_ptr,
-    totals_ptr,
-    listed_ptr,
-    slots_ptr,
-    positions_ptr,
-    N,
-    num_chunks,
-    E,
-    row_bins,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    counts_ptr, totals_ptr, listed_ptr, slots_ptr, positions_ptr,
+    N, num_chunks, E, row_bins,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Writes the rows of one chunk's listed slots, and -1 to those of its rows that are behind all used ones."""
     bins = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + bins, mask=bins < E, other=0)
@@ -233,64 +203,26 @@ def write_entries(blocks_ptr, expert, first_row, num_rows, first, num_entries, E
 
 @triton.jit(do_not_specialize=["N", "num_chunks", "num_entries"])
 def _place_kernel(
-    experts_ptr,
-    counts_ptr,
-    totals_ptr,
-    listed_ptr,
-    slots_ptr,
-    offsets_ptr,
-    positions_ptr,
-    blocks_ptr,
-    N,
-    num_chunks,
-    num_entries,
-    E,
-    row_bins,
-    stride_t,
-    stride_k,
-    TOP_K: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    experts_ptr, counts_ptr, totals_ptr, listed_ptr, slots_ptr, offsets_ptr, positions_ptr, blocks_ptr,
+    N, num_chunks, num_entries, E, row_bins,
+    stride_t, stride_k,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program <= E:
         _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)
     elif listed_ptr is not None:
         _place_listed(
             (program - E - 1).to(tl.int32),
-            counts_ptr,
-            totals_ptr,
-            listed_ptr,
-            slots_ptr,
-            positions_ptr,
-            N,
-            num_chunks,
-            E,
-            row_bins,
-            BINS,
-            CHUNK,
-            STEP,
-        )
+            counts_ptr, totals_ptr, listed_ptr, slots_ptr, positions_ptr,
+            N, num_chunks, E, row_bins, BINS, CHUNK, STEP,
+        )  # fmt: skip
     else:
         _place_chunk(
-            ((program - E - 1) % num_chunks).to(tl.int32),
-            ((program - E - 1) // num_chunks).to(tl.int32),
-            experts_ptr,
-            counts_ptr,
-            totals_ptr,
-            slots_ptr,
-            positions_ptr,
-            N,
-            E,
-            row_bins,
-            stride_t,
-            stride_k,
-            TOP_K,
-            BINS,
-            CHUNK,
-            STEP,
-        )
+            ((program - E - 1) % num_chunks).to(tl.int32), ((program - E - 1) // num_chunks).to(tl.int32),
+            experts_ptr, counts_ptr, totals_ptr, slots_ptr, positions_ptr,
+            N, E, row_bins, stride_t, stride_k, TOP_K, BINS, CHUNK, STEP,
+        )  # fmt: skip
 
 
 def _chunk_size(num_experts: int, top_k: int) -> tuple[int, bool]:
@@ -321,35 +253,20 @@ def _launch_counts(
     launch(
         _count_kernel,
         num_chunks * ceil_div(num_experts + 1, config.bins - 1),
-        experts_TK,
-        counts,
-        listed,
-        positions_TK,
-        N,
-        num_chunks,
-        num_experts,
-        row_bins,
+        experts_TK, counts, listed, positions_TK,
+        N, num_chunks, num_experts, row_bins,
         *experts_TK.stride(),
-        TOP_K=top_k,
-        BINS=config.bins,
-        CHUNK=chunk,
-        STEP=min(chunk, _COUNT_STEP),
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        TOP_K=top_k, BINS=config.bins, CHUNK=chunk, STEP=min(chunk, _COUNT_STEP),
+        num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     launch(
         _scan_kernel,
         row_bins // _SCAN_BINS,
-        counts,
-        totals,
-        num_chunks,
-        num_experts,
-        row_bins,
-        BLOCK=_SCAN_BLOCK,
-        BINS=_SCAN_BINS,
-        num_warps=4,
-        num_stages=1,
-    )
+        counts, totals,
+        num_chunks, num_experts, row_bins,
+        BLOCK=_SCAN_BLOCK, BINS=_SCAN_BINS,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
     return counts, totals
 
 
@@ -386,25 +303,11 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     launch(
         _place_kernel,
         num_experts + 1 + num_chunks * num_windows,
-        experts_TK,
-        counts,
-        totals,
-        listed,
-        slots_N,
-        offsets_E1,
-        positions_TK,
-        blocks_B2,
-        N,
-        num_chunks,
-        num_entries,
-        num_experts,
+        experts_TK, counts, totals, listed, slots_N, offsets_E1, positions_TK, blocks_B2,
+        N, num_chunks, num_entries, num_experts,
         ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS,
         *experts_TK.stride(),
-        TOP_K=top_k,
-        BINS=config.bins,
-        CHUNK=chunk,
-        STEP=config.step,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        TOP_K=top_k, BINS=config.bins, CHUNK=chunk, STEP=config.step,
+        num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     return outputs

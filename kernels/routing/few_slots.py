@@ -16,20 +16,11 @@ _MOST_SLOTS = ROW_BLOCK
 
 @triton.jit(do_not_specialize=["N", "num_entries"])
 def _few_slots_kernel(
-    experts_ptr,
-    slots_ptr,
-    offsets_ptr,
-    positions_ptr,
-    blocks_ptr,
-    N,
-    num_entries,
-    E,
-    stride_t,
-    stride_k,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    experts_ptr, slots_ptr, offsets_ptr, positions_ptr, blocks_ptr,
+    N, num_entries, E,
+    stride_t, stride_k,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     slots = tl.arange(0, SLOTS)
     slot_in = slots < N
     experts = tl.load(experts_ptr + (slots // TOP_K).to(tl.int64) * stride_t + slots % TOP_K * stride_k, mask=slot_in, other=-1)
@@ -69,18 +60,9 @@ def launch_few_slots(
     launch(
         _few_slots_kernel,
         1,
-        experts_TK,
-        slots_N,
-        offsets_E1,
-        positions_TK,
-        blocks_B2,
-        slots_N.shape[0],
-        blocks_B2.shape[0] - 1,
-        num_experts,
+        experts_TK, slots_N, offsets_E1, positions_TK, blocks_B2,
+        slots_N.shape[0], blocks_B2.shape[0] - 1, num_experts,
         *experts_TK.stride(),
-        TOP_K=experts_TK.shape[1],
-        SLOTS=_MOST_SLOTS,
-        BINS=choose_dispatch(num_experts).bins,
-        num_warps=4,
-        num_stages=1,
-    )
+        TOP_K=experts_TK.shape[1], SLOTS=_MOST_SLOTS, BINS=choose_dispatch(num_experts).bins,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip

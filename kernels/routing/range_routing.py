@@ -37,19 +37,10 @@ def _begins_in(begin, start, stop, is_last):
 
 @triton.jit(do_not_specialize=["start", "stop", "is_last", "num_entries", "blocks_at", "fresh_at", "order_at"])
 def _range_routing_kernel(
-    offsets_ptr,
-    routing_ptr,
-    start,
-    stop,
-    is_last,
-    num_entries,
-    E,
-    blocks_at,
-    fresh_at,
-    order_at,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    offsets_ptr, routing_ptr,
+    start, stop, is_last, num_entries, E, blocks_at, fresh_at, order_at,
+    BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     begin = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1, mask=expert < E, other=0)
@@ -99,18 +90,11 @@ def launch_range_routing(offsets_E1: Tensor, rows: range, is_last: bool) -> tupl
     launch(
         _range_routing_kernel,
         num_experts + 1,
-        offsets_E1,
-        routing_C,
-        rows.start,
-        rows.stop,
-        int(is_last),
-        num_entries,
-        num_experts,
+        offsets_E1, routing_C,
+        rows.start, rows.stop, int(is_last), num_entries, num_experts,
         *begins[1:-1],
-        BINS=config.bins,
-        BLOCK=config.step,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        BINS=config.bins, BLOCK=config.step,
+        num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     offsets, blocks, fresh, order = (routing_C.narrow(0, *part) for part in zip(begins[:-1], sizes, strict=True))
     return offsets, blocks.view(-1, 2), fresh, order

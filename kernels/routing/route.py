@@ -95,27 +95,13 @@ def _weigh(logits, row_max, row_sum, SIGMOID: tl.constexpr, OVER_CHOSEN: tl.cons
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    experts_ptr,
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr,
     T,
-    stride_logits_t,
-    stride_logits_e,
-    stride_bias_e,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BY_LOGIT: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-):
+    stride_logits_t, stride_logits_e, stride_bias_e,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, BY_LOGIT: tl.constexpr, NORMALIZED: tl.constexpr,
+    SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_in = tokens < T
     group_size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -166,23 +152,12 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _route_at_kernel(
-    logits_ptr,
-    experts_ptr,
-    weights_ptr,
+    logits_ptr, experts_ptr, weights_ptr,
     T,
-    stride_logits_t,
-    stride_logits_e,
-    stride_experts_t,
-    stride_experts_k,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    stride_logits_t, stride_logits_e, stride_experts_t, stride_experts_k,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_in = tokens < T
     row_ptrs = logits_ptr + tokens[:, None] * stride_logits_t
@@ -206,25 +181,12 @@ def _route_at_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _route_backward_kernel(
-    dweights_ptr,
-    logits_ptr,
-    weights_ptr,
-    experts_ptr,
-    dlogits_ptr,
+    dweights_ptr, logits_ptr, weights_ptr, experts_ptr, dlogits_ptr,
     T,
-    stride_dweights_t,
-    stride_dweights_k,
-    stride_logits_t,
-    stride_logits_e,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    stride_dweights_t, stride_dweights_k, stride_logits_t, stride_logits_e,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_in = tokens < T
     logits_ptrs = logits_ptr + tokens * stride_logits_t
@@ -290,28 +252,15 @@ def launch_route(
     launch(
         _route_kernel,
         ceil_div(T, config.rows),
-        logits_TE,
-        bias_E,
-        weights_TK,
-        experts_TK,
+        logits_TE, bias_E, weights_TK, experts_TK,
         T,
-        *logits_TE.stride(),
-        bias_E.stride(0) if bias_E is not None else 0,
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        SIGMOID=scoring == "sigmoid",
+        *logits_TE.stride(), bias_E.stride(0) if bias_E is not None else 0,
+        NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=scoring == "sigmoid",
         BY_LOGIT=scoring == "softmax_topk" or (bias_E is None and (scoring == "softmax" or top_groups == num_groups)),
-        NORMALIZED=renormalize or scoring == "softmax_topk",
-        SCALE=scale,
-        NUM_GROUPS=num_groups,
-        TOP_GROUPS=top_groups,
-        BLOCK_T=config.rows,
-        BLOCK_K=triton.next_power_of_2(top_k),
-        GROUPS=groups,
-        GROUP_BLOCK=group_block,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        NORMALIZED=renormalize or scoring == "softmax_topk", SCALE=scale, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups,
+        BLOCK_T=config.rows, BLOCK_K=triton.next_power_of_2(top_k), GROUPS=groups, GROUP_BLOCK=group_block,
+        num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     return weights_TK, experts_TK
 
 
@@ -324,23 +273,14 @@ def launch_route_at(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renorma
     launch(
         _route_at_kernel,
         ceil_div(T, config.rows),
-        logits_TE,
-        experts_TK,
-        weights_TK,
+        logits_TE, experts_TK, weights_TK,
         T,
-        *logits_TE.stride(),
-        *experts_TK.stride(),
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        SIGMOID=scoring == "sigmoid",
-        NORMALIZED=renormalize or scoring == "softmax_topk",
-        SCALE=scale,
-        BLOCK_T=config.rows,
-        BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_E=config.columns,
-        num_warps=config.num_warps,
+        *logits_TE.stride(), *experts_TK.stride(),
+        NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=scoring == "sigmoid",
+        NORMALIZED=renormalize or scoring == "softmax_topk", SCALE=scale,
+        BLOCK_T=config.rows, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=config.columns, num_warps=config.num_warps,
         num_stages=1,
-    )
+    )  # fmt: skip
     return weights_TK
 
 
@@ -364,23 +304,12 @@ def launch_route_backward(
     launch(
         _route_backward_kernel,
         ceil_div(T, config.rows),
-        dweights_TK,
-        logits_TE,
-        weights_TK,
-        experts_TK,
-        dlogits_TE,
+        dweights_TK, logits_TE, weights_TK, experts_TK, dlogits_TE,
         T,
-        *dweights_TK.stride(),
-        *logits_TE.stride(),
-        NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        SIGMOID=scoring == "sigmoid",
-        NORMALIZED=renormalize or scoring == "softmax_topk",
-        SCALE=scale,
-        BLOCK_T=config.rows,
-        BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_E=config.columns,
-        num_warps=config.num_warps,
+        *dweights_TK.stride(), *logits_TE.stride(),
+        NUM_EXPERTS=num_experts, TOP_K=top_k, SIGMOID=scoring == "sigmoid",
+        NORMALIZED=renormalize or scoring == "softmax_topk", SCALE=scale,
+        BLOCK_T=config.rows, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=config.columns, num_warps=config.num_warps,
         num_stages=1,
-    )
+    )  # fmt: skip
     return dlogits_TE

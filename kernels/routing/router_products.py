@@ -20,23 +20,12 @@ from moeblaze_ops.kernels.tiles import add_rows_times_weight, load_tile, multipl
 
 @triton.jit(do_not_specialize=["T"])
 def _router_logits_kernel(
-    x_ptr,
-    w_ptr,
-    logits_ptr,
-    T,
-    D,
-    E,
-    stride_x_t,
-    stride_x_d,
-    stride_w_e,
-    stride_w_d,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    x_ptr, w_ptr, logits_ptr,
+    T, D, E,
+    stride_x_t, stride_x_d, stride_w_e, stride_w_d,
+    ALLOW_TF32: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     num_expert_tiles = tl.cdiv(E, BLOCK_E)
     tokens = (tl.program_id(0) // num_expert_tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(0) % num_expert_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -51,23 +40,12 @@ def _router_logits_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _router_weight_grad_kernel(
-    dlogits_ptr,
-    x_ptr,
-    parts_ptr,
-    T,
-    D,
-    E,
-    stride_dlogits_t,
-    stride_dlogits_e,
-    stride_x_t,
-    stride_x_d,
-    PARTS: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    dlogits_ptr, x_ptr, parts_ptr,
+    T, D, E,
+    stride_dlogits_t, stride_dlogits_e, stride_x_t, stride_x_d,
+    PARTS: tl.constexpr, ALLOW_TF32: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(D, BLOCK_D)
     cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     part = tl.program_id(0) // num_col_tiles
@@ -110,17 +88,12 @@ def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tens
     launch(
         _router_logits_kernel,
         ceil_div(T, config.rows) * ceil_div(E, block_e),
-        x_TD,
-        w_ED,
-        logits_TE,
-        T,
-        D,
-        E,
-        *x_TD.stride(),
-        *w_ED.stride(),
+        x_TD, w_ED, logits_TE,
+        T, D, E,
+        *x_TD.stride(), *w_ED.stride(),
         EVEN_E=is_multiple(E, block_e),
         **_options(config, D, block_e),
-    )
+    )  # fmt: skip
     return logits_TE
 
 
@@ -134,15 +107,10 @@ def launch_router_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
     launch(
         _router_weight_grad_kernel,
         parts * num_col_tiles,
-        dlogits_TE,
-        x_TD,
-        parts_PED,
-        T,
-        D,
-        E,
-        *dlogits_TE.stride(),
-        *x_TD.stride(),
+        dlogits_TE, x_TD, parts_PED,
+        T, D, E,
+        *dlogits_TE.stride(), *x_TD.stride(),
         PARTS=parts,
         **_options(config, D, 16),
-    )
+    )  # fmt: skip
     return parts_PED.sum(0).to(x_TD.dtype)

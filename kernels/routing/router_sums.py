@@ -46,19 +46,12 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["T"])
 def _router_sums_kernel(
-    logits_ptr,
-    kept_ptr,
-    sums_ptr,
-    squares_ptr,
-    T,
-    E,
-    stride_t,
-    stride_e,
-    stride_kept,
+    logits_ptr, kept_ptr, sums_ptr, squares_ptr,
+    T, E,
+    stride_t, stride_e, stride_kept,
     PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     part_tokens = tl.cdiv(T, PARTS)
     first = part * part_tokens
@@ -77,23 +70,11 @@ def _router_sums_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _router_sums_backward_kernel(
-    dsums_ptr,
-    dsquares_ptr,
-    logits_ptr,
-    kept_ptr,
-    added_ptr,
-    dlogits_ptr,
-    T,
-    E,
-    stride_dsums,
-    stride_t,
-    stride_e,
-    stride_kept,
-    stride_added_t,
-    stride_added_e,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    dsums_ptr, dsquares_ptr, logits_ptr, kept_ptr, added_ptr, dlogits_ptr,
+    T, E,
+    stride_dsums, stride_t, stride_e, stride_kept, stride_added_t, stride_added_e,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     ids = tl.arange(0, BLOCK_E)
     p, size, kept = _load_rows(logits_ptr, kept_ptr, tokens, T, stride_t, stride_e, stride_kept, E, BLOCK_E)
@@ -123,20 +104,12 @@ def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor
     launch(
         _router_sums_kernel,
         parts,
-        logits_TE,
-        kept_T,
-        sums_PE,
-        squares_P,
-        T,
-        E,
-        *logits_TE.stride(),
-        kept_T.stride(0) if kept_T is not None else 0,
+        logits_TE, kept_T, sums_PE, squares_P,
+        T, E,
+        *logits_TE.stride(), kept_T.stride(0) if kept_T is not None else 0,
         PARTS=parts,
-        BLOCK_T=config.rows,
-        BLOCK_E=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        BLOCK_T=config.rows, BLOCK_E=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     return sums_PE.sum(0), squares_P.sum()
 
 
@@ -154,21 +127,10 @@ def launch_router_sums_backward(
     launch(
         _router_sums_backward_kernel,
         ceil_div(T, config.rows),
-        dsums_E,
-        dsquares,
-        logits_TE,
-        kept_T,
-        added_TE,
-        dlogits_TE,
-        T,
-        E,
-        dsums_E.stride(0) if dsums_E is not None else 0,
-        *logits_TE.stride(),
-        kept_T.stride(0) if kept_T is not None else 0,
+        dsums_E, dsquares, logits_TE, kept_T, added_TE, dlogits_TE,
+        T, E,
+        dsums_E.stride(0) if dsums_E is not None else 0, *logits_TE.stride(), kept_T.stride(0) if kept_T is not None else 0,
         *(added_TE.stride() if added_TE is not None else (0, 0)),
-        BLOCK_T=config.rows,
-        BLOCK_E=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        BLOCK_T=config.rows, BLOCK_E=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
     return dlogits_TE

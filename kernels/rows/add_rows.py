@@ -17,23 +17,13 @@ from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_si
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _add_rows_kernel(
-    rows_ptr,
-    weights_ptr,
-    slots_ptr,
-    positions_ptr,
-    out_ptr,
+    rows_ptr, weights_ptr, slots_ptr, positions_ptr, out_ptr,
     D,
-    stride_weights_t,
-    stride_weights_k,
-    stride_out_t,
-    first_row,
-    num_rows,
-    TOP_K: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    stride_weights_t, stride_weights_k, stride_out_t,
+    first_row, num_rows,
+    TOP_K: tl.constexpr, BY_ROW: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(D, BLOCK_D)
     token = (tl.program_id(0) // num_col_tiles).to(tl.int64)
     slot = token
@@ -90,21 +80,10 @@ def add_rows(
     launch(
         _add_rows_kernel,
         (num_rows if by_row else T) * ceil_div(D, config.columns),
-        rows_ND,
-        weights_TK,
-        slots_N,
-        positions_TK,
-        out_TD,
+        rows_ND, weights_TK, slots_N, positions_TK, out_TD,
         D,
-        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        out_TD.stride(0),
-        first_row,
-        num_rows,
-        TOP_K=top_k,
-        BY_ROW=by_row,
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_D=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)), out_TD.stride(0),
+        first_row, num_rows,
+        TOP_K=top_k, BY_ROW=by_row, EVEN_D=is_multiple(D, config.columns),
+        BLOCK_K=triton.next_power_of_2(top_k), BLOCK_D=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip

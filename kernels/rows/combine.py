@@ -51,20 +51,12 @@ The next tokens are asked for when those are done."""
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
 def _used_first_kernel(
-    positions_ptr,
-    weights_ptr,
-    used_positions_ptr,
-    used_weights_ptr,
-    counts_ptr,
-    T,
-    num_rows,
-    stride_weights_t,
-    stride_weights_k,
-    TOP_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    positions_ptr, weights_ptr, used_positions_ptr, used_weights_ptr, counts_ptr,
+    T, num_rows,
+    stride_weights_t, stride_weights_k,
+    TOP_K: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     ks = tl.arange(0, BLOCK_K)
     slot_in = (tokens < T)[:, None] & (ks < TOP_K)[None, :]
@@ -86,22 +78,12 @@ def _used_first_kernel(
 @triton.jit
 def _add_slots(
     total,
-    rows_ptr,
-    weights_ptr,
-    positions_ptr,
-    tokens,
-    token_in,
-    cols,
-    col_in,
-    first,
-    D,
-    stride_weights_t,
-    stride_weights_k,
+    rows_ptr, weights_ptr, positions_ptr,
+    tokens, token_in, cols, col_in, first, D,
+    stride_weights_t, stride_weights_k,
     num_rows,
-    TOP_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EVEN_D: tl.constexpr,
-):
+    TOP_K: tl.constexpr, UNROLL: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
     """``total`` plus what the rows of UNROLL slots of each token weigh, from slot ``first`` on."""
     for step in tl.static_range(UNROLL):
         k = first + step
@@ -118,36 +100,14 @@ def _add_slots(
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
 def _combine_kernel(
-    rows_ptr,
-    weights_ptr,
-    positions_ptr,
-    counts_ptr,
-    left_ptr,
-    right_ptr,
-    out_ptr,
-    T,
-    D,
-    C,
-    stride_weights_t,
-    stride_weights_k,
-    stride_left_t,
-    stride_left_c,
-    stride_right_c,
-    stride_right_d,
-    stride_out_t,
+    rows_ptr, weights_ptr, positions_ptr, counts_ptr, left_ptr, right_ptr, out_ptr,
+    T, D, C,
+    stride_weights_t, stride_weights_k, stride_left_t, stride_left_c, stride_right_c, stride_right_d, stride_out_t,
     num_rows,
-    TOP_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    FEW_CHANNELS: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    TOP_K: tl.constexpr, UNROLL: tl.constexpr, ROUNDS: tl.constexpr, PARTS: tl.constexpr, FEW_CHANNELS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr, EVEN_C: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     num_col_tiles = tl.cdiv(D, BLOCK_D)
     tile = tl.program_id(0)
     tokens = (tile // num_col_tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -156,44 +116,16 @@ def _combine_kernel(
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     total = _add_slots(
-        total,
-        rows_ptr,
-        weights_ptr,
-        positions_ptr,
-        tokens,
-        token_in,
-        cols,
-        col_in,
-        0,
-        D,
-        stride_weights_t,
-        stride_weights_k,
-        num_rows,
-        TOP_K,
-        UNROLL,
-        EVEN_D,
-    )
+        total, rows_ptr, weights_ptr, positions_ptr, tokens, token_in, cols, col_in,
+        0, D, stride_weights_t, stride_weights_k, num_rows, TOP_K, UNROLL, EVEN_D,
+    )  # fmt: skip
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + tokens, mask=token_in, other=0)
         for first in range(UNROLL, tl.max(counts, axis=0), UNROLL):
             total = _add_slots(
-                total,
-                rows_ptr,
-                weights_ptr,
-                positions_ptr,
-                tokens,
-                token_in & (first < counts),
-                cols,
-                col_in,
-                first,
-                D,
-                stride_weights_t,
-                stride_weights_k,
-                num_rows,
-                TOP_K,
-                UNROLL,
-                EVEN_D,
-            )
+                total, rows_ptr, weights_ptr, positions_ptr, tokens, token_in & (first < counts), cols, col_in,
+                first, D, stride_weights_t, stride_weights_k, num_rows, TOP_K, UNROLL, EVEN_D,
+            )  # fmt: skip
     if FEW_CHANNELS > 0:
         left_rows, right_cols = left_ptr + tokens * stride_left_t, right_ptr + cols * stride_right_d
         total = add_channels(total, left_rows, token_in, right_cols, col_in, stride_left_c, stride_right_c, FEW_CHANNELS)
@@ -217,21 +149,13 @@ def _combine_kernel(
 
 @triton.jit(do_not_specialize=["N", "first_row", "num_rows"])
 def _row_dots_kernel(
-    rows_ptr,
-    tokens_ptr,
-    positions_ptr,
-    dots_ptr,
-    N,
-    D,
-    stride_tokens_t,
-    stride_tokens_d,
-    first_row,
-    num_rows,
-    TOP_K: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    rows_ptr, tokens_ptr, positions_ptr, dots_ptr,
+    N, D,
+    stride_tokens_t, stride_tokens_d,
+    first_row, num_rows,
+    TOP_K: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot_in = slots < N
     row_of_slot = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64) - first_row
@@ -279,21 +203,12 @@ def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) 
     launch(
         _used_first_kernel,
         ceil_div(T, block_t),
-        positions_TK,
-        weights_TK,
-        used_positions_TK,
-        used_weights_TK,
-        counts_T,
-        T,
-        num_rows,
+        positions_TK, weights_TK, used_positions_TK, used_weights_TK, counts_T,
+        T, num_rows,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        TOP_K=top_k,
-        UNROLL=_unroll(top_k),
-        BLOCK_T=block_t,
-        BLOCK_K=block_k,
-        num_warps=4,
-        num_stages=1,
-    )
+        TOP_K=top_k, UNROLL=_unroll(top_k),
+        BLOCK_T=block_t, BLOCK_K=block_k, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return TokenSlots(used_positions_TK, used_weights_TK, counts_T)
 
 
@@ -331,34 +246,16 @@ def combine(
     launch(
         _combine_kernel,
         ceil_div(T, config.rows) * ceil_div(D, config.columns),
-        rows_ND,
-        weights_TK,
-        positions_TK,
-        counts_T,
-        left_TC,
-        right_CD,
-        out_TD,
-        T,
-        D,
-        num_channels,
+        rows_ND, weights_TK, positions_TK, counts_T, left_TC, right_CD, out_TD,
+        T, D, num_channels,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        *((0, 0, 0, 0) if product is None else (*left_TC.stride(), *right_CD.stride())),
-        out_TD.stride(0),
+        *((0, 0, 0, 0) if product is None else (*left_TC.stride(), *right_CD.stride())), out_TD.stride(0),
         rows_ND.shape[0],
-        TOP_K=top_k,
-        UNROLL=_unroll(top_k),
-        ROUNDS=rounds,
-        PARTS=parts,
-        FEW_CHANNELS=num_channels if has_few_channels else 0,
-        ALLOW_TF32=allows_tf32(),
-        EVEN_C=is_multiple(num_channels, block_c),
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_T=config.rows,
-        BLOCK_C=block_c,
-        BLOCK_D=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        TOP_K=top_k, UNROLL=_unroll(top_k), ROUNDS=rounds, PARTS=parts,
+        FEW_CHANNELS=num_channels if has_few_channels else 0, ALLOW_TF32=allows_tf32(),
+        EVEN_C=is_multiple(num_channels, block_c), EVEN_D=is_multiple(D, config.columns),
+        BLOCK_T=config.rows, BLOCK_C=block_c, BLOCK_D=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip
 
 
 def combine_into(
@@ -395,19 +292,10 @@ def add_row_dots(rows_ND: Tensor, tokens_TD: Tensor, positions_TK: Tensor, dots_
     launch(
         _row_dots_kernel,
         ceil_div(T * top_k, config.rows),
-        rows_ND,
-        tokens_TD,
-        positions_TK,
-        dots_TK,
-        T * top_k,
-        D,
+        rows_ND, tokens_TD, positions_TK, dots_TK,
+        T * top_k, D,
         *tokens_TD.stride(),
-        first_row,
-        rows_ND.shape[0],
-        TOP_K=top_k,
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_N=config.rows,
-        BLOCK_D=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
+        first_row, rows_ND.shape[0],
+        TOP_K=top_k, EVEN_D=is_multiple(D, config.columns),
+        BLOCK_N=config.rows, BLOCK_D=config.columns, num_warps=config.num_warps, num_stages=1,
+    )  # fmt: skip

@@ -20,20 +20,12 @@ _BLOCK_D = 32
 
 @triton.jit(do_not_specialize=["T"])
 def _unused_tokens_kernel(
-    positions_ptr,
-    left_ptr,
-    right_ptr,
-    out_ptr,
-    T,
-    D,
-    stride_left_t,
-    stride_left_c,
-    stride_right_c,
-    stride_right_d,
+    positions_ptr, left_ptr, right_ptr, out_ptr,
+    T, D,
+    stride_left_t, stride_left_c, stride_right_c, stride_right_d,
     CHANNELS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     unused = tl.load(positions_ptr + tokens, mask=tokens < T, other=0) < 0
     if tl.max(unused.to(tl.int32), axis=0) > 0:
@@ -76,16 +68,9 @@ def fill_unused_tokens(positions_TK: Tensor, out_TD: Tensor, product: tuple[Tens
     launch(
         _unused_tokens_kernel,
         ceil_div(T, _BLOCK_T),
-        positions_TK,
-        left_TC,
-        right_CD,
-        out_TD,
-        T,
-        D,
+        positions_TK, left_TC, right_CD, out_TD,
+        T, D,
         *product_strides(product),
         CHANNELS=num_channels(product),
-        BLOCK_T=_BLOCK_T,
-        BLOCK_D=_BLOCK_D,
-        num_warps=4,
-        num_stages=1,
-    )
+        BLOCK_T=_BLOCK_T, BLOCK_D=_BLOCK_D, num_warps=4, num_stages=1,
+    )  # fmt: skip

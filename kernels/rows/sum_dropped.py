@@ -55,18 +55,13 @@ def _sum_dropped_kernel(
 
 @triton.jit
 def _sum_dropped_backward_kernel(
-    dout_ptr,
-    seed_ptr,
-    drows_ptr,
+    dout_ptr, seed_ptr, drows_ptr,
     D,
-    stride_dout_t,
-    stride_dout_d,
-    p,
-    kept_factor,
-    TOP_K: tl.constexpr,
-    EVEN_D: tl.constexpr,
+    stride_dout_t, stride_dout_d,
+    p, kept_factor,
+    TOP_K: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     token, cols, col_in = _stretch(D, EVEN_D, BLOCK_D)
     dout = tl.load(dout_ptr + token * stride_dout_t + cols * stride_dout_d, mask=col_in, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):
