@@ -158,21 +158,11 @@ def moe(
     return down(*call(up_that_keeps(keep, formula), *operands)).view(x.shape)
 
 
-def _check(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    stored: tuple,
-    formula: str,
-    activation_parameters: Sequence[Tensor],
-    interleaved: bool,
-    transposed: bool,
-    weight_on: str,
-    keep: str,
-) -> None:
+def _check(x: Tensor, weights: Tensor, experts: Tensor, stored: tuple, formula: str, *others: Any) -> None:
     """What ``moe`` is called with; ``stored`` are the weights, and by name the biases and the low-rank additions."""
     w_up, w_down, w_gate, biases, loras = stored
-    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
+    activation_parameters, interleaved, transposed, *keywords = others
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, *keywords)
     check_lora(x, loras, w_up, w_gate, w_down, transposed)
     check_activation_parameters(activation_parameters, formula, x, w_down.shape[0])
 

@@ -5,6 +5,7 @@ they are those of ``expert_up`` without an activation, as the gradient of an act
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +17,9 @@ from moeblaze_ops.kernels.formulas.named import IDENTITY
 _ops = torch.ops.moeblaze_cpu
 
 
-def expert_up(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    u_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-    lora_b_EGFR: Tensor | None = None,
-    params_EP: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+def expert_up(*operands: Any) -> tuple[Tensor, Tensor]:
+    x_TD, w_up, b_up, weights_TK, *routing, activation, u_NR, lora_a_ERD, lora_b_EGFR, params_EP = operands
+    _, offsets_E1, _, _ = routing
     h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY, u_NR, lora_a_ERD, lora_b_EGFR)
     if activation == IDENTITY:
         return h_NGF, a_NF
@@ -46,21 +34,9 @@ def _of_rows(params_EP: Tensor | None, offsets_E1: Tensor, N: int) -> Tensor | N
     return with_numbers(params_EP[torch.searchsorted(offsets_E1[1:-1].contiguous(), rows_N, right=True)], 0)
 
 
-def expert_down_backward(
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    q_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+def expert_down_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, activation, q_NR, lora_a_ERF = operands
+    slots_N, offsets_E1, positions_TK, _ = routing
     if h_NGF.dtype == torch.int8:
         h_NGF = unpacked(h_NGF, w_down[0].shape[1], dout_TD.dtype)
     low_rank = () if q_NR is None else (q_NR, None, lora_a_ERF.transpose(1, 2).unsqueeze(1))
@@ -92,4 +68,4 @@ IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.moeblaze.expert_up.default: expert_up,
     torch.ops.moeblaze.expert_down_backward.default: expert_down_backward,
 }
-"""By op: takes its arguments, experts stored apart as they are, and returns its results."""
+"""By op: takes all of its arguments, experts stored apart as they are, and returns its results."""

@@ -77,19 +77,10 @@ def backward_into(
     return dscale_N
 
 
-def _backward_into(
-    dh_NGF: Tensor,
-    wa_NF: Tensor,
-    dparams_NP: Tensor | None,
-    da_NF: Tensor,
-    h_NGF: Tensor,
-    scale_N1: Tensor | None,
-    params_NP: Tensor | None,
-    activation: str,
-) -> Tensor | None:
+def _backward_into(dh_NGF, wa_NF, dparams_NP, da_NF, h_NGF, scale_N1, params_NP, activation: str) -> Tensor | None:
     functions = _functions(activation, h_NGF)
     if functions is None:
-        return _backward_of_any(dh_NGF, wa_NF, da_NF, h_NGF, scale_N1, activation, params_NP, dparams_NP)
+        return _backward_of_any(dh_NGF, wa_NF, dparams_NP, da_NF, h_NGF, scale_N1, params_NP, activation)
     value, slope = functions
     gate, dgate = h_NGF[:, 0], dh_NGF[:, 0]
     if not is_gated(activation):
@@ -125,16 +116,7 @@ def _functions(activation: str, h_NGF: Tensor) -> tuple[_Value, _Slope] | None:
     return _IN_PLACE.get(GATES.get(activation, activation))
 
 
-def _backward_of_any(
-    dh_NGF: Tensor,
-    wa_NF: Tensor,
-    da_NF: Tensor,
-    h_NGF: Tensor,
-    scale_N1: Tensor | None,
-    activation: str,
-    params_NP: Tensor | None,
-    dparams_NP: Tensor | None,
-) -> Tensor | None:
+def _backward_of_any(dh_NGF, wa_NF, dparams_NP, da_NF, h_NGF, scale_N1, params_NP, activation: str) -> Tensor | None:
     wide = torch.promote_types(h_NGF.dtype, torch.float32)
     da_NF, a_NF, dscale_N = da_NF.to(wide), activate(h_NGF, activation, params_NP), None
     if scale_N1 is not None:

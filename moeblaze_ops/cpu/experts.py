@@ -257,38 +257,19 @@ def low_rank_backward(
     return expert_rows(dy, b, offsets_E1, blocks_B2), db
 
 
-def expert_up_backward_part(
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    dx_TD: Tensor,
-    dweights_TK: Tensor,
-    rows: range,
-    max_bytes: int,
-    early: bool,
-) -> Callable[[], None]:
-    """``expert_up_backward`` of some of the rows: dx is written by the first ones, else added to; nothing is left to do."""
-    sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
+def expert_up_backward_part(*args: Any, early: bool) -> Callable[[], None]:
+    """``expert_up_backward`` of some of the rows: dx is written by the first ones, else added to; nothing is left to do.
+
+    Arguments are those of ``launch_expert_up_backward_part``.
+    """
+    *operands, _, dx_TD, dweights_TK, rows, _ = args
+    sums_TD = _up_backward_sums(*operands, dweights_TK)
     dx_TD.copy_(sums_TD.add_(dx_TD) if rows.start > 0 else sums_TD)
     return lambda: None
 
 
 def _up_backward_sums(
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    dweights_TK: Tensor,
-    du_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
+    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK, du_NR=None, lora_a_ERD=None
 ) -> Tensor:
     """The gradient of the tokens in the dtype of sums; fills what the rows give of dweights."""
     T, K = positions_TK.shape
@@ -326,17 +307,7 @@ def _sum_of_products(parts: Sequence[tuple[Tensor, Sequence[Tensor]]], block: Ro
 class _UpRows:
     """The up projection, the rows of a block at a time."""
 
-    def __init__(
-        self,
-        x_TD: Tensor,
-        w_up: list[Tensor],
-        b_up: list[Tensor],
-        weights_TK: Tensor | None,
-        slots_N: Tensor,
-        top_k: int,
-        u_NR: Tensor | None = None,
-        lora_b_EGFR: Tensor | None = None,
-    ) -> None:
+    def __init__(self, x_TD, w_up, b_up, weights_TK, slots_N, top_k, u_NR=None, lora_b_EGFR=None) -> None:
         self.x_TD, self.weights_TK, self.slots_N, self.u_NR = x_TD, weights_TK, slots_N, u_NR
         self.tokens_N = row_tokens(slots_N, top_k)
         self.low_rank = [] if lora_b_EGFR is None else [transposed(half) for half in lora_b_EGFR.unbind(1)]
@@ -361,17 +332,7 @@ class _UpRows:
 class _DownRows:
     """The weighted sums of the outputs of each token's experts, to which the rows of a block are added at a time."""
 
-    def __init__(
-        self,
-        like: Tensor,
-        w_down: list[Tensor],
-        b_down: list[Tensor],
-        weights_TK: Tensor | None,
-        slots_N: Tensor,
-        positions_TK: Tensor,
-        v_NR: Tensor | None = None,
-        lora_b_ERD: Tensor | None = None,
-    ) -> None:
+    def __init__(self, like, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR=None, lora_b_ERD=None) -> None:
         (w_EFD,) = w_down
         self.v_NR, self.low_rank = v_NR, None if lora_b_ERD is None else matrices(lora_b_ERD)
         self.of_experts, self.b_down, self.weights_TK, self.slots_N = matrices(w_EFD), b_down, weights_TK, slots_N
@@ -396,31 +357,14 @@ class _DownGradients:
     """The gradients of the down projection, the rows of a block at a time."""
 
     def __init__(
-        self,
-        dout_TD: Tensor,
-        wa_NF: Tensor,
-        w_down: list[Tensor],
-        b_down: list[Tensor],
-        weights_TK: Tensor | None,
-        slots_N: Tensor,
-        dweights_TK: Tensor,
-        q_NR: Tensor | None = None,
-        lora_a_ERF: Tensor | None = None,
+        self, dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK, q_NR=None, lora_a_ERF=None
     ) -> None:
         self.q_NR, self.low_rank = q_NR, None if lora_a_ERF is None else matrices(lora_a_ERF)
         self.dout_TD, self.b_down, self.weights_TK = dout_TD, b_down, weights_TK
         self.slots_N, self.dweights_TK, self.wa_NF = slots_N, dweights_TK, wa_NF
         self.of_experts, self.tokens_N = transposed(w_down[0]), row_tokens(slots_N, dweights_TK.shape[1])
 
-    def write(
-        self,
-        dh_rows: Tensor,
-        h_rows: Tensor,
-        block: RowBlock,
-        activation: str,
-        params_NP: Tensor | None = None,
-        dparams_NP: Tensor | None = None,
-    ) -> None:
+    def write(self, dh_rows, h_rows, block: RowBlock, activation: str, params_NP=None, dparams_NP=None) -> None:
         """Fill the rows of dh (which may be h's own memory), wa, dweights and ``dparams_NP`` that belong to a block."""
         slots = self.slots_N[block.rows]
         dout_rows = self.dout_TD.index_select(0, self.tokens_N[block.rows])

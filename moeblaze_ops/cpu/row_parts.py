@@ -27,19 +27,9 @@ def row_part(slots_N: Tensor, offsets_E1: Tensor, slots: range) -> RowPart:
     return RowPart(rows_R, slots_N[rows_R], torch.searchsorted(rows_R, offsets_E1.long()).int())
 
 
-def expert_up(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    store_h: bool,
-    parts: Iterable[RowPart] | None,
-) -> tuple[Tensor, Tensor]:
+def expert_up(*operands: Any, store_h: bool, parts: Iterable[RowPart] | None) -> tuple[Tensor, Tensor]:
+    """``operands``: those of ``expert_up`` up to the activation."""
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = operands
     _, G, F, _ = w_up[0].shape
     N = slots_N.shape[0]
     h_NGF = x_TD.new_zeros(N if store_h else 0, G * len(w_up), F)
@@ -54,19 +44,9 @@ def expert_up(
     return h_NGF, a_NF
 
 
-def expert_down_backward(
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    parts: Iterable[RowPart] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def expert_down_backward(*operands: Any, parts: Iterable[RowPart] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``operands``: those of ``expert_down_backward`` up to the activation."""
+    dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = operands
     dh_NGF, wa_NF = torch.zeros_like(h_NGF), h_NGF.new_zeros(h_NGF.shape[0], h_NGF.shape[2])
     dweights_TK = torch.zeros_like(positions_TK if weights_TK is None else weights_TK, dtype=torch.float32)
     for rows_R, slots_R, bounds in _parts_of(slots_N, offsets_E1, parts):

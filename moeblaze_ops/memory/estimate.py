@@ -337,36 +337,17 @@ def choose_keep(T: int, sizes: LayerSizes, device: torch.device, compiled: bool 
     a checkpointed layer does the same when it is run again. A compiled graph guards on T, not on the memory; on a GPU it
     is taken to be Inductor's, which needs less.
     """
-    limit = _token_limit(
-        sizes.D,
-        sizes.F,
-        sizes.E,
-        sizes.K,
-        sizes.dtype,
-        sizes.gated,
-        device.type,
-        device.index,
-        compiled and device.type == "cuda",
-        config.layers_in_flight,
-    )
+    layer = (sizes.D, sizes.F, sizes.E, sizes.K, sizes.dtype, sizes.gated)
+    is_inductors = compiled and device.type == "cuda"
+    limit = _token_limit(*layer, device.type, device.index, is_inductors, config.layers_in_flight)
     return "preactivation" if limit >= T else "input"
 
 
-def _token_limit(
-    D: int,
-    F: int,
-    E: int,
-    K: int,
-    dtype: torch.dtype,
-    gated: bool,
-    device_type: str,
-    device_index: int | None,
-    compiled: bool,
-    layers: int,
-) -> int:
+def _token_limit(*given) -> int:
     """The tokens up to which ``"preactivation"`` fits; a number, so that a graph with a symbolic T can compare with it."""
+    *layer, device_type, device_index, compiled, layers = given
     device = device_type if device_index is None else f"{device_type}:{device_index}"
-    return _choose(LayerSizes(D, F, E, K, dtype, gated), device, compiled, layers).tokens
+    return _choose(LayerSizes(*layer), device, compiled, layers).tokens
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.

@@ -4,6 +4,8 @@ They are ops of their own so that memory planning frees buffers early, and so th
 input gradients runs beside them. ``expert_weight_grad_add`` and ``expert_bias_grad_add`` add to gradients that exist.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -113,34 +115,28 @@ Args:
 """
 
 
-def weight_gradients(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    weights: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-) -> list[Tensor | None]:
+def weight_gradients(gathered_TD: Tensor, grouped_NGF: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor | None]:
     """``expert_weight_grad`` for autograd: None for each weight whose gradient was added where ``accumulate_grad`` says."""
+    _, _, offsets_E1, _ = rest
     buffers = buffers_of(weights, offsets_E1.shape[0] - 1)
     if buffers is None:
-        return call(expert_weight_grad, gathered_TD, grouped_NGF, weights, weights_TK, slots_N, offsets_E1, top_k)
-    call(expert_weight_grad_add, gathered_TD, grouped_NGF, buffers, weights_TK, slots_N, offsets_E1, top_k)
+        return call(expert_weight_grad, gathered_TD, grouped_NGF, weights, *rest)
+    call(expert_weight_grad_add, gathered_TD, grouped_NGF, buffers, *rest)
     return [None] * len(weights)
 
 
-def _gradients(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k, parameters) -> list[Tensor]:
-    gradients = call(expert_weight_grad, gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
+def _gradients(*args) -> list[Tensor]:
+    *given, parameters = args
+    gradients = call(expert_weight_grad, *given)
     return [gradient.to(p.dtype) for gradient, p in zip(in_form_of(parameters, gradients), parameters, strict=True)]
 
 
-def _gradients_or_add(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k, parameters) -> list[Tensor | None]:
+def _gradients_or_add(gathered_TD, grouped_NGF, like, *rest) -> list[Tensor | None]:
+    *routed, parameters = rest
     buffers = buffers_of_parameters(parameters)
-    rest = (weights_TK, slots_N, offsets_E1, top_k)
     if buffers is None:
-        return list[Tensor | None](_gradients(gathered_TD, grouped_NGF, like, *rest, parameters))
-    call(expert_weight_grad_add, gathered_TD, grouped_NGF, in_form_of(like, buffers), *rest)
+        return list[Tensor | None](_gradients(gathered_TD, grouped_NGF, like, *rest))
+    call(expert_weight_grad_add, gathered_TD, grouped_NGF, in_form_of(like, buffers), *routed)
     return [None] * len(parameters)
 
 

@@ -76,17 +76,9 @@ def expert_mlp_gradient(ctx: Any, dout_TD: Tensor | None, max_bytes: int | None 
     return dx_TD, dw_up, db_up, dw_down, db_down, dweights_TK, None, None, None, None, None, None
 
 
-def expert_mlp_forward_mode(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def expert_mlp_forward_mode(*args: Any) -> Tensor:
     """The two projections as ops of their own, which have rules for tangents."""
-    *routing, activation, weight_on_input = rest
+    x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = args
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up, b_up, on_input, *routing, activation)
     return expert_down(h_NGF, None if activation == IDENTITY else a_NF, w_down, b_down, on_output, *routing, activation)

@@ -124,26 +124,11 @@ def _expert_mlp(
     return (h_NGF if keep_h else _new_h(started, w_up, 0)), sums.started[0]
 
 
-def experts_at_once(
-    keep: str,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """What is kept of h, see ``Ranks``, and ``expert_mlp``."""
-    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+def experts_at_once(keep: str, *args: Any) -> tuple[Tensor | None, Tensor]:
+    """What is kept of h, see ``Ranks``, and ``expert_mlp`` of its arguments."""
     if keep == "input":
-        given = (x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input)
-        return None, call(expert_mlp, *given)
+        return None, call(expert_mlp, *args)
+    x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = args
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     h_NGF, a_NF, *h8_NGB = call(up_that_keeps(keep, activation), x_TD, w_up, b_up, on_input, *routing, activation)
     out = call(expert_down, h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,14 +73,7 @@ def moe_over_ranks(
     w_down: list[Tensor],
     b_down: list[Tensor],
     activation: str,
-    members: list[int],
-    group: str,
-    all_to_all: bool,
-    copies: bool,
-    rows: int | None,
-    exact: bool,
-    keep: str,
-    hosts: list[str],
+    *exchange: Any,
 ) -> Tensor:
     """``moe`` of the tokens of this rank over the experts of all ranks of a group; all of them call it.
 
@@ -89,11 +82,12 @@ def moe_over_ranks(
         weights_TK, experts_TK: routing weights and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation: a name or a formula.
-        members, group, all_to_all, copies, rows, exact, keep, hosts: an ``Exchange``.
+        exchange: the fields of an ``Exchange``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks.
     """
+    members, group, all_to_all, copies, rows, exact, keep, hosts = exchange
     with _unseen_sizes(x_TD):
         gathered = None
         if not all_to_all:

@@ -48,7 +48,7 @@ class Ranks(NamedTuple):
     copies: bool
     exact: bool
     keep: str
-    hosts: list[str]
+    hosts: Sequence[str] = ()
 
     @property
     def size(self) -> int:
@@ -66,12 +66,7 @@ def experts_over_ranks(
     b_down: list[Tensor],
     activation: str,
     weight_on_input: bool,
-    members: list[int],
-    group: str,
-    copies: bool,
-    exact: bool,
-    keep: str,
-    hosts: Sequence[str] = (),
+    *ranks: Any,
 ) -> Tensor:
     """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
 
@@ -81,16 +76,15 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        members, group, copies, exact, keep, hosts: see ``Ranks``.
+        ranks: the fields of a ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(members, group, copies, exact, keep, list(hosts))
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
-    return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered, x_TD, weights_TK, *parameters)
+    return _Experts.apply(Ranks(*ranks), counts, activation, weight_on_input, experts_TK, gathered, x_TD, weights_TK, *parameters)
 
 
 class _Experts(torch.autograd.Function):
