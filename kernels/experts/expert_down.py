@@ -98,24 +98,13 @@ def _expert_down_kernel(
 
 
 def launch_expert_down(
-    h_NGF: Tensor,
-    a_NF: Tensor | None,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    h_NGF: Tensor, a_NF: Tensor | None, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    v_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    lora_b_ERD: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    h8_NGB: Tensor | None = None,
-    max_bytes: int | None = None,
+    v_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None, lora_b_ERD: Tensor | None = None,
+    params_EP: Tensor | None = None, h8_NGB: Tensor | None = None, max_bytes: int | None = None,
     column_sums: ColumnSums | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``expert_down`` on CUDA: the experts' outputs summed over each token's slots, in token order.
 
     Args:

@@ -207,26 +207,13 @@ def _dweights_kernel(
 
 
 def _launch(
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    dout_TD: Tensor, h_NGF: Tensor, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    q_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    overwrite_h: bool = False,
-    dweights_TK: Tensor | None = None,
-    first_row: int = 0,
-    wa_NF: Tensor | None = None,
-    early: bool = False,
-    params_EP: Tensor | None = None,
-    parts: Iterable[RowPart] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None,
+    overwrite_h: bool = False, dweights_TK: Tensor | None = None, first_row: int = 0, wa_NF: Tensor | None = None,
+    early: bool = False, params_EP: Tensor | None = None, parts: Iterable[RowPart] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """``expert_down_backward`` on CUDA, and the gradient of the activation's parameters, None where there are none.
 
     Args:
@@ -335,24 +322,12 @@ def _choose_config(dout_TD, h_NGF, w_down, activation):
 
 
 def _launch_portable(
-    config,
-    dout_TD,
-    h_NGF,
-    w_down,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    blocks_B2,
-    top_k,
+    config, dout_TD, h_NGF, w_down, weights_TK,
+    slots_N, offsets_E1, blocks_B2, top_k,
     activation,
-    q_NR,
-    lora_a_ERF,
-    dh_NGF,
-    partials_CN,
-    wa_NF,
-    params_EP,
-    shares_PCN,
-) -> None:
+    q_NR, lora_a_ERF,
+    dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN,
+) -> None:  # fmt: skip
     """Fills dh, wa and, with weights, the partial sums, with parameters, what rows add to their gradients."""
     (w,) = w_down
     _, F, D = w.shape

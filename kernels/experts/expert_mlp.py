@@ -22,20 +22,11 @@ _IDENTITY = "identity"
 
 
 def launch_expert_mlp(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
     weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-    max_bytes: int | None = None,
-) -> Tensor:
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    activation: str, weight_on_input: bool, max_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
     """``expert_mlp`` on CUDA; ``max_bytes`` of the rows that are summed, as for ``row_chunks``."""
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
@@ -44,24 +35,12 @@ def launch_expert_mlp(
 
 
 def launch_expert_mlp_backward(
-    dout_TD: Tensor,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
+    dout_TD: Tensor, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
     weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-    dweights_TK: Tensor | None = None,
-    first_row: int = 0,
-    dh_NGF: Tensor | None = None,
-    wa_NF: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    activation: str, weight_on_input: bool, dweights_TK: Tensor | None = None, first_row: int = 0,
+    dh_NGF: Tensor | None = None, wa_NF: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``expert_mlp_backward`` on CUDA.
 
     Args:

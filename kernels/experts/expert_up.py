@@ -175,23 +175,13 @@ def _expert_up_kernel(
 
 
 def launch_expert_up(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    u_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-    lora_b_EGFR: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    store_h: bool = True,
-    h_NGF: Tensor | None = None,
+    u_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None, lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None, store_h: bool = True, h_NGF: Tensor | None = None,
     parts: Iterable[RowPart] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``expert_up`` on CUDA: the pre-activation and the activation of every routed slot, in expert order.
 
     Args:

@@ -117,20 +117,11 @@ def _expert_up_backward_kernel(
 
 
 def launch_expert_up_backward(
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    dlogits_TE: Tensor | None = None,
-    w_router_ED: Tensor | None = None,
-    max_bytes: int | None = None,
-    du_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    dh_NGF: Tensor, x_TD: Tensor | None, w_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None, w_router_ED: Tensor | None = None, max_bytes: int | None = None,
+    du_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``expert_up_backward`` on CUDA: gradients of the tokens and of routing weights on an expert's input, contiguous."""
     (T, top_k), weighted = positions_TK.shape, weights_TK is not None
     dx_TD = dh_NGF.new_empty((T, w_up[0].shape[3]))
@@ -152,23 +143,12 @@ def _router_product(dlogits_TE: Tensor, w_router_ED: Tensor) -> tuple[Tensor, Te
 
 
 def launch_expert_up_backward_part(
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    dx_TD: Tensor,
-    dweights_TK: Tensor,
-    rows: range | None = None,
-    max_bytes: int | None = None,
-    router: tuple[Tensor, Tensor] | None = None,
-    early: bool = False,
-    low_rank: tuple[Tensor, Tensor] | None = None,
+    dh_NGF: Tensor, x_TD: Tensor | None, w_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    dx_TD: Tensor, dweights_TK: Tensor, rows: range | None = None, max_bytes: int | None = None,
+    router: tuple[Tensor, Tensor] | None = None, early: bool = False, low_rank: tuple[Tensor, Tensor] | None = None,
     column_sums: ColumnSums | None = None,
-) -> Callable[[], None]:
+) -> Callable[[], None]:  # fmt: skip
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
     The products are launched, but for the last sum over a token's rows: the caller launches that, perhaps with something

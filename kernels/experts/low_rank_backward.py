@@ -77,15 +77,9 @@ def _low_rank_backward_kernel(
 
 
 def launch_low_rank_backward(
-    dy: Tensor,
-    u_NR: Tensor,
-    b: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, u_NR: Tensor, b: Tensor, weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``low_rank_backward`` on CUDA: gradients of the low-rank rows and of the factor that they are multiplied by; contiguous."""
     gathered, N, top_k, rank = dy.dim() == 2, u_NR.shape[0], positions_TK.shape[1], u_NR.shape[1]
     db, weights_N = b.new_empty(b.shape), None

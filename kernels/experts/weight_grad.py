@@ -145,17 +145,10 @@ def launch_expert_weight_grad(
 
 
 def launch_expert_weight_grad_add(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    dw: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    fresh_E: Tensor | None = None,
-    order_E1: Tensor | None = None,
-    early: bool = False,
-) -> None:
+    gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, top_k: int,
+    fresh_E: Tensor | None = None, order_E1: Tensor | None = None, early: bool = False,
+) -> None:  # fmt: skip
     """``expert_weight_grad_add`` on CUDA.
 
     Args:
@@ -169,18 +162,10 @@ def launch_expert_weight_grad_add(
 
 
 def _launch(
-    gathered_TD,
-    grouped_NGF,
-    dw,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    top_k,
-    accumulate,
-    fresh_E=None,
-    order_E1=None,
-    early=False,
-) -> None:
+    gathered_TD, grouped_NGF, dw, weights_TK,
+    slots_N, offsets_E1, top_k,
+    accumulate, fresh_E=None, order_E1=None, early=False,
+) -> None:  # fmt: skip
     """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
     gathered_TD, weighted = readable(gathered_TD), weights_TK is not None
     hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": dw, "weight_on_input": weighted}

@@ -219,24 +219,12 @@ _plan = cache(GatherPlan)
 
 
 def hopper_down_backward(
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    blocks_B2: Tensor,
-    top_k: int,
-    activation: str,
-    dh_NGF: Tensor,
-    partials_CN: Tensor,
-    wa_NF: Tensor,
-    early: bool = False,
-    q_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    shares_PCN: Tensor | None = None,
-) -> None:
+    dout_TD: Tensor, h_NGF: Tensor, w_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, blocks_B2: Tensor, top_k: int,
+    activation: str, dh_NGF: Tensor, partials_CN: Tensor, wa_NF: Tensor, early: bool = False,
+    q_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None,
+    params_EP: Tensor | None = None, shares_PCN: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
 
     Args:

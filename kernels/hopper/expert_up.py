@@ -146,21 +146,12 @@ _plan = cache(GatherPlan)
 
 
 def hopper_expert_up(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor] | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    blocks_B2: Tensor,
-    top_k: int,
-    activation: str,
-    h_NGF: Tensor,
-    a_NF: Tensor,
-    u_NR: Tensor | None = None,
-    lora_b_EGFR: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    begins_E: Tensor | None = None,
-) -> None:
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor] | None,
+    slots_N: Tensor, offsets_E1: Tensor, blocks_B2: Tensor, top_k: int,
+    activation: str, h_NGF: Tensor, a_NF: Tensor,
+    u_NR: Tensor | None = None, lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None, begins_E: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
 
     Args:

@@ -225,17 +225,13 @@ def _launch_rows(
 
 
 def hopper_down_rows(
-    a_NF: Tensor,
-    w_down: list,
-    b_down: list | None,
-    offsets_E1: Tensor,
-    blocks_B2: Tensor,
+    a_NF: Tensor, w_down: list, b_down: list | None,
+    offsets_E1: Tensor, blocks_B2: Tensor,
     y_ND: Tensor,
     slots_N: Tensor | None = None,
     weights_TK: Tensor | None = None,
-    v_NR: Tensor | None = None,
-    lora_b_ERD: Tensor | None = None,
-) -> None:
+    v_NR: Tensor | None = None, lora_b_ERD: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes ``y[r] = a[r] @ W[e] + b[e]`` for every row r of every expert e; rows past the last expert's are left alone.
 
     Args:
@@ -251,18 +247,13 @@ def hopper_down_rows(
 
 
 def hopper_up_backward_rows(
-    dh_NGF: Tensor,
-    w_up: list,
-    offsets_E1: Tensor,
-    blocks_B2: Tensor,
+    dh_NGF: Tensor, w_up: list,
+    offsets_E1: Tensor, blocks_B2: Tensor,
     dx_rows_ND: Tensor,
     slots_N: Tensor | None = None,
-    left_TC: Tensor | None = None,
-    right_CD: Tensor | None = None,
-    early: bool = False,
-    du_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-) -> None:
+    left_TC: Tensor | None = None, right_CD: Tensor | None = None, early: bool = False,
+    du_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes ``dx_rows[r] = sum over g, f of dh[r, g, f] W[e, g, f]``, one row for every routed row, in expert order.
 
     Args:

@@ -239,17 +239,11 @@ _plan = cache(WeightGradPlan)
 
 
 def hopper_weight_grad(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    dw: list[Tensor],
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    accumulate: bool = False,
-    fresh_E: Tensor | None = None,
-    order_E1: Tensor | None = None,
+    gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor],
+    slots_N: Tensor, offsets_E1: Tensor, top_k: int,
+    accumulate: bool = False, fresh_E: Tensor | None = None, order_E1: Tensor | None = None,
     early: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
     Args:

@@ -49,21 +49,12 @@ def check_dispatch(op: str, experts_TK: Tensor, num_experts: int) -> None:
 
 
 def check_expert_up(
-    op: str,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    u_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-    lora_b_EGFR: Tensor | None = None,
+    u_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None, lora_b_EGFR: Tensor | None = None,
     params_EP: Tensor | None = None,
-) -> UpShape:
+) -> UpShape:  # fmt: skip
     shape = _check_projection(op, x_TD, w_up, b_up, activation)
     _check_parameters(op, activation, params_EP, shape.E, x_TD)
     check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -141,23 +132,12 @@ def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tens
 
 
 def check_expert_down(
-    op: str,
-    h_NGF: Tensor,
-    a_NF: Tensor | None,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    op: str, h_NGF: Tensor, a_NF: Tensor | None, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    v_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    lora_b_ERD: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    h8_NGB: Tensor | None = None,
-) -> None:
+    v_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None, lora_b_ERD: Tensor | None = None,
+    params_EP: Tensor | None = None, h8_NGB: Tensor | None = None,
+) -> None:  # fmt: skip
     check_float_dtype(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
@@ -199,20 +179,11 @@ def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like
 
 
 def check_expert_mlp(
-    op: str,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
+    op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
     weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-) -> UpShape:
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    activation: str, weight_on_input: bool,
+) -> UpShape:  # fmt: skip
     shape = check_expert_up(op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
     return shape
@@ -234,19 +205,10 @@ def _check_down_of_mlp(
 
 
 def check_expert_mlp_chunked(
-    op: str,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    experts_TK: Tensor,
-    num_experts: int,
-    chunk_tokens: int,
-    activation: str,
+    op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
+    weights_TK: Tensor | None, experts_TK: Tensor, num_experts: int, chunk_tokens: int, activation: str,
     weight_on_input: bool,
-) -> UpShape:
+) -> UpShape:  # fmt: skip
     shape = _check_projection(op, x_TD, w_up, b_up, activation)
     _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
     require(num_experts == shape.E, op, "num_experts", f"be {shape.E}, the experts of w_up", num_experts)
@@ -280,15 +242,9 @@ def _check_dout(op: str, dout_TD: Tensor, x_TD: Tensor, w_down: list[Tensor]) ->
 
 
 def check_routing(
-    op: str,
-    like: Tensor,
-    num_experts: int,
-    num_tokens: int | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-) -> None:
+    op: str, like: Tensor, num_experts: int, num_tokens: int | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+) -> None:  # fmt: skip
     """The four tensors of ``dispatch``: int32, on one device, and of sizes that agree; None: no other argument has all tokens."""
     routing = {"slots_N": slots_N, "offsets_E1": offsets_E1, "positions_TK": positions_TK, "blocks_B2": blocks_B2}
     for name, tensor in routing.items():
@@ -366,21 +322,11 @@ def check_activation(op: str, activation: str, G: int) -> None:
 
 
 def check_expert_up_backward(
-    op: str,
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    dlogits_TE: Tensor | None = None,
-    w_router_ED: Tensor | None = None,
-    max_bytes: int | None = None,
-    du_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-) -> UpShape:
+    op: str, dh_NGF: Tensor, x_TD: Tensor | None, w_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None, w_router_ED: Tensor | None = None, max_bytes: int | None = None,
+    du_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None,
+) -> UpShape:  # fmt: skip
     shape = check_up_weights(op, w_up, [], dh_NGF)
     T = _num_tokens(op, positions_TK)
     check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -414,21 +360,12 @@ def _divides(expected: list, given: list) -> bool:
 
 
 def check_expert_down_backward(
-    op: str,
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    op: str, dout_TD: Tensor, h_NGF: Tensor, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    q_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
+    q_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None,
     params_EP: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     if h_NGF.dtype == torch.int8:
         check_down_weights(op, w_down, b_down, dout_TD)
         leading, F = h_NGF.shape[:2], w_down[0].shape[1]

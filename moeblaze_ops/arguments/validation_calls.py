@@ -38,19 +38,9 @@ SCORINGS = ("softmax", "softmax_topk", "sigmoid")
 
 
 def check_moe(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    w_gate: Tensor | None,
-    biases: dict[str, Tensor | None],
-    activation: str,
-    interleaved: bool,
-    transposed: bool,
-    weight_on: str,
-    keep: str,
-) -> None:
+    x: Tensor, weights: Tensor, experts: Tensor, w_up: Tensor, w_down: Tensor, w_gate: Tensor | None,
+    biases: dict[str, Tensor | None], activation: str, interleaved: bool, transposed: bool, weight_on: str, keep: str,
+) -> None:  # fmt: skip
     """What ``moe`` is called with; ``biases`` are b_up, b_gate and b_down by name."""
     check_not_traced("moe")
     check_activation_text("moe", activation)

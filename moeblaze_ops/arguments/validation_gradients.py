@@ -21,15 +21,9 @@ from moeblaze_ops.arguments.validation_values import check_float_dtype
 
 
 def check_weight_grad(
-    op: str,
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    like: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-) -> None:
+    op: str, gathered_TD: Tensor, grouped_NGF: Tensor, like: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, top_k: int,
+) -> None:  # fmt: skip
     require(gathered_TD.dim() == 2, op, "gathered_TD", "have 2 dimensions [T, D]", f"shape {shape_of(gathered_TD)}")
     require(grouped_NGF.dim() == 3, op, "grouped_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(grouped_NGF)}")
     check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
@@ -62,16 +56,9 @@ def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw:
 
 
 def check_low_rank_backward(
-    op: str,
-    dy: Tensor,
-    u_NR: Tensor,
-    b: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-) -> None:
+    op: str, dy: Tensor, u_NR: Tensor, b: Tensor, weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+) -> None:  # fmt: skip
     check_float_dtype(op, "dy", dy)
     require(dy.dim() in (2, 3), op, "dy", "have dimensions [N, G, F] or [T, D]", f"shape {shape_of(dy)}")
     require(u_NR.dim() == 2, op, "u_NR", "have 2 dimensions [N, R]", f"shape {shape_of(u_NR)}")

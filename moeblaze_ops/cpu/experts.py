@@ -34,20 +34,12 @@ from moeblaze_ops.kernels.settings import settings
 
 
 def expert_up(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    u_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-    lora_b_EGFR: Tensor | None = None,
+    u_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None, lora_b_EGFR: Tensor | None = None,
     params_EP: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = up_shape(w_up)
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
@@ -67,22 +59,12 @@ def expert_up_h8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expert_down(
-    h_NGF: Tensor,
-    a_NF: Tensor | None,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    h_NGF: Tensor, a_NF: Tensor | None, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    v_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    lora_b_ERD: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    h8_NGB: Tensor | None = None,
-) -> Tensor:
+    v_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None, lora_b_ERD: Tensor | None = None,
+    params_EP: Tensor | None = None, h8_NGB: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR, lora_b_ERD)
     for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
         params_NP = row_parameters(params_EP, block)
@@ -95,19 +77,11 @@ def expert_down(
 
 
 def expert_mlp(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
     weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-) -> Tensor:
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    activation: str, weight_on_input: bool,
+) -> Tensor:  # fmt: skip
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     shape = up_shape(w_up)
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
@@ -124,21 +98,12 @@ def expert_mlp(
 
 
 def expert_down_backward(
-    dout_TD: Tensor,
-    h_NGF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
+    dout_TD: Tensor, h_NGF: Tensor, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
     activation: str,
-    q_NR: Tensor | None = None,
-    lora_a_ERF: Tensor | None = None,
-    params_EP: Tensor | None = None,
-    dparams_EP: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_NR: Tensor | None = None, lora_a_ERF: Tensor | None = None,
+    params_EP: Tensor | None = None, dparams_EP: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``dparams_EP``, zeros where it is given, gets the gradient of the activation's parameters."""
     if h_NGF.dtype == torch.int8:
         h_NGF = unpacked(h_NGF, w_down[0].shape[1], dout_TD.dtype)
@@ -164,24 +129,12 @@ def expert_down_backward_learned(dout_TD: Tensor, *rest: Any) -> tuple[Tensor, T
 
 
 def expert_mlp_backward(
-    dout_TD: Tensor,
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    w_down: list[Tensor],
-    b_down: list[Tensor],
+    dout_TD: Tensor, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], w_down: list[Tensor], b_down: list[Tensor],
     weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    activation: str,
-    weight_on_input: bool,
-    dweights_TK: Tensor | None = None,
-    first_row: int = 0,
-    dh_NGF: Tensor | None = None,
-    wa_NF: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    activation: str, weight_on_input: bool, dweights_TK: Tensor | None = None, first_row: int = 0,
+    dh_NGF: Tensor | None = None, wa_NF: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As ``launch_expert_mlp_backward``: of all rows, or of those from ``first_row`` on that the slots are of."""
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     shape = up_shape(w_up)
@@ -204,20 +157,11 @@ def expert_mlp_backward(
 
 
 def expert_up_backward(
-    dh_NGF: Tensor,
-    x_TD: Tensor | None,
-    w_up: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-    dlogits_TE: Tensor | None = None,
-    w_router_ED: Tensor | None = None,
-    max_bytes: int | None = None,
-    du_NR: Tensor | None = None,
-    lora_a_ERD: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    dh_NGF: Tensor, x_TD: Tensor | None, w_up: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None, w_router_ED: Tensor | None = None, max_bytes: int | None = None,
+    du_NR: Tensor | None = None, lora_a_ERD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     routing = (slots_N, offsets_E1, positions_TK)
     dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, *routing, dweights_TK, du_NR, lora_a_ERD)
@@ -237,15 +181,9 @@ def expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2:
 
 
 def low_rank_backward(
-    dy: Tensor,
-    u_NR: Tensor,
-    b: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    positions_TK: Tensor,
-    blocks_B2: Tensor,
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, u_NR: Tensor, b: Tensor, weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor, blocks_B2: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     like = b.new_empty(b.shape)
     if dy.dim() == 2:
         du_N1R, _ = expert_up(dy, [b.mT.unsqueeze(1)], [], None, slots_N, offsets_E1, positions_TK, blocks_B2, IDENTITY)
@@ -262,8 +200,8 @@ def expert_up_backward_part(*args: Any, early: bool) -> Callable[[], None]:
 
     Arguments are those of ``launch_expert_up_backward_part``.
     """
-    *operands, _, dx_TD, dweights_TK, rows, _ = args
-    sums_TD = _up_backward_sums(*operands, dweights_TK)
+    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, _, dx_TD, dweights_TK, rows, _ = args
+    sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
     dx_TD.copy_(sums_TD.add_(dx_TD) if rows.start > 0 else sums_TD)
     return lambda: None
 

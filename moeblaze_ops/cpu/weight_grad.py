@@ -31,17 +31,10 @@ def expert_weight_grad(
 
 
 def expert_weight_grad_add(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    dw: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    fresh_E: Tensor | None = None,
-    order_E1: Tensor | None = None,
-    early: bool = False,
-) -> None:
+    gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], weights_TK: Tensor | None,
+    slots_N: Tensor, offsets_E1: Tensor, top_k: int,
+    fresh_E: Tensor | None = None, order_E1: Tensor | None = None, early: bool = False,
+) -> None:  # fmt: skip
     """What is added up comes expert by expert: ``order_E1`` and ``early`` are for programs that share the work."""
     halves = [half.unbind(0) for half in _halves(dw)]
     for expert in [] if fresh_E is None else fresh_E.nonzero().view(-1).tolist():

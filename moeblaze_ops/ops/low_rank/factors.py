@@ -63,15 +63,9 @@ def beside(gate: Factors | None, up: Factors | None) -> Factors:
 
 
 def up_operands(
-    x_TD: Tensor,
-    w_up: list[Tensor],
-    b_up: list[Tensor],
-    weights_TK: Tensor | None,
-    routing: tuple[Tensor, ...],
-    activation: str,
-    factors: Factors | None,
-    params_EP: Tensor | None = None,
-) -> tuple[Any, ...]:
+    x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], weights_TK: Tensor | None, routing: tuple[Tensor, ...],
+    activation: str, factors: Factors | None, params_EP: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """What ``expert_up`` takes of weights with a low-rank addition, or of plain ones."""
     given = (x_TD, w_up, b_up, weights_TK, *routing, activation)
     if factors is None:
@@ -82,17 +76,10 @@ def up_operands(
 
 
 def down_with_factors(
-    h_NGF: Tensor,
-    a_NF: Tensor,
-    w_down: list[Tensor],
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    routing: tuple[Tensor, ...],
-    activation: str,
-    factors: Factors | None,
-    params_EP: Tensor | None = None,
+    h_NGF: Tensor, a_NF: Tensor, w_down: list[Tensor], b_down: list[Tensor], weights_TK: Tensor | None,
+    routing: tuple[Tensor, ...], activation: str, factors: Factors | None, params_EP: Tensor | None = None,
     h8_NGB: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``expert_down`` of a weight with a low-rank addition, or of a plain one."""
     given = (h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation)
     if factors is None:
