@@ -227,8 +227,8 @@ def _up_storage(
     gated = is_gated(activation)
     if w_gate is None:
         packed = storage.packed_up(w_up, gated=gated, interleaved=interleaved, transposed=transposed)
-        biases = [] if b_up is None else [storage.packed_bias(b_up, gated=gated, interleaved=interleaved)]
+        biases = [] if b_up is None else [storage.packed_up(b_up, gated=gated, interleaved=interleaved)]
         return [packed], biases
     split = [storage.packed_up(w, gated=False, interleaved=False, transposed=transposed) for w in (w_gate, w_up)]
-    biases = [] if b_up is None else [storage.packed_bias(b, gated=False, interleaved=False) for b in (b_gate, b_up)]
+    biases = [] if b_up is None else [storage.packed_up(b, gated=False, interleaved=False) for b in (b_gate, b_up)]
     return split, biases

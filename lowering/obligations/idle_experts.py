@@ -14,6 +14,7 @@ from torch import fx
 from moeblaze_ops.lowering.graph.fake_values import needs_gradient
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.obligations.check import all_nodes
+from moeblaze_ops.lowering.torch_internals.callers import module_path_of
 
 _PARAMETERS = ("w_up", "b_up", "w_down", "b_down")
 
@@ -78,7 +79,7 @@ def idle_experts(gm: fx.GraphModule, guarded: Collection[fx.Node]) -> list[IdleE
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
             for tensor in value if argument.name in _PARAMETERS and len(value) > 1 else ():
                 if (source := _source(tensor)) in guarded:
-                    layers.setdefault(_module_path(node), {})[source.name] = None
+                    layers.setdefault(module_path_of(node), {})[source.name] = None
     return [IdleExperts(path, tuple(inputs)) for path, inputs in layers.items()]
 
 
@@ -87,11 +88,6 @@ def _source(node: fx.Node) -> fx.Node:
     while node.op not in ("placeholder", "get_attr") and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0] if stack else ""
 
 
 def _is_fused(target: object) -> bool:

@@ -38,7 +38,7 @@ from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
-from moeblaze_ops.lowering.torch_internals.callers import places
+from moeblaze_ops.lowering.torch_internals.callers import module_path_of, places
 from moeblaze_ops.lowering.torch_internals.frames import counters
 from moeblaze_ops.lowering.undoable_edits import Edits
 from moeblaze_ops.ops import direct
@@ -133,7 +133,7 @@ def _is_in_order(graph: fx.Graph) -> bool:
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     if not _is_in_order(gm.graph):
         return
-    report.direct += map(_module_path, filter(_is_direct_layer, gm.graph.nodes))
+    report.direct += map(module_path_of, filter(_is_direct_layer, gm.graph.nodes))
     join_gathers(gm.graph)
     _erase_unread(gm.graph)
     results: list[MoEMatch | Decline] = []
@@ -245,14 +245,14 @@ def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> 
 def _declined(result: Decline) -> Candidate:
     at = result.node if _source(result.node) else result.root
     return Candidate(
-        _module_path(result.root), _source(at), reason=result.reason.name, meaning=result.reason.value,
+        module_path_of(result.root), _source(at), reason=result.reason.name, meaning=result.reason.value,
         detail=result.detail, dtype=getattr(fake_of(result.root), "dtype", None),
     )  # fmt: skip
 
 
 def _rewritten(result: MoEMatch, became: str) -> Candidate:
     return Candidate(
-        module_path=_module_path(result.root),
+        module_path=module_path_of(result.root),
         source=_source(result.root),
         became=became,
         spelling=result.spelling,
@@ -271,12 +271,6 @@ def _source(node: fx.Node) -> str:
     """``file:line`` of the user's code that made a node."""
     stack = places(node)
     return f"{stack[-1][0]}:{stack[-1][1]}" if stack else ""
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return paths[-1] if paths else ""
 
 
 def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | None) -> Candidate:

@@ -82,6 +82,12 @@ def call_of_layer(node: fx.Node) -> str:
     return next((call for call, (_, kind) in stack if getattr(kind, "_moeblaze_is_layer", False)), "")
 
 
+def module_path_of(node: fx.Node) -> str:
+    """The path of the module that made a node, empty for the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""
+
+
 @dataclass(frozen=True)
 class CallPath:
     """Functions that call each other, outermost first, each as file, line and name; and the ids of modules among them.

@@ -26,43 +26,29 @@ def up_shape(w_up: list[Tensor]) -> UpShape:
     return UpShape(E, G * len(w_up), F, D)
 
 
-def up_halves(w_up: list[Tensor]) -> list[Tensor]:
-    """Views ``[E, F, D]`` of each half: (gate, up) when gated, else (up,)."""
-    return [half for w in w_up for half in w.unbind(1)]
+def up_halves(stored: list[Tensor]) -> list[Tensor]:
+    """Views ``[E, F, D]`` of each half of an up weight, (gate, up) when gated, else (up,); ``[E, F]`` of its bias."""
+    return [half for tensor in stored for half in tensor.unbind(1)]
 
 
-def bias_halves(b_up: list[Tensor]) -> list[Tensor]:
-    """Views ``[E, F]`` of each half's bias, an empty list without bias."""
-    return [half for b in b_up for half in b.unbind(1)]
-
-
-def packed_up(w: Tensor, *, gated: bool, interleaved: bool, transposed: bool) -> Tensor:
-    """View one stored up weight as ``[E, G, F, D]``.
+def packed_up(w: Tensor, *, gated: bool, interleaved: bool, transposed: bool = False) -> Tensor:
+    """View one stored up weight as ``[E, G, F, D]``, or its bias as ``[E, G, F]``.
 
     Args:
-        w: stored weight. Shape [E, G*F, D] (rows are outputs, as in ``nn.Linear``), or [E, D, G*F] if ``transposed``.
+        w: as stored. Shape [E, G*F, D] (rows are outputs, as in ``nn.Linear``), or [E, D, G*F] if ``transposed``; of
+            a bias [E, G*F].
         gated: the weight holds gate and up together.
         interleaved: gate and up alternate (gate_0, up_0, gate_1, ...) instead of standing one after the other.
         transposed: outputs are the last axis.
     """
     rows_E_GF_D = w.transpose(1, 2) if transposed else w
-    return _split_outputs(rows_E_GF_D, gated=gated, interleaved=interleaved)
-
-
-def packed_bias(b: Tensor, *, gated: bool, interleaved: bool) -> Tensor:
-    """View one stored up bias ``[E, G*F]`` as ``[E, G, F]``."""
-    return _split_outputs(b, gated=gated, interleaved=interleaved)
+    if not gated:
+        return rows_E_GF_D.unsqueeze(1)
+    if interleaved:
+        return torch.unflatten(rows_E_GF_D, 1, (-1, 2)).transpose(1, 2)
+    return torch.unflatten(rows_E_GF_D, 1, (2, -1))
 
 
 def down(w: Tensor, *, transposed: bool) -> Tensor:
     """View a stored down weight, [E, D, F] or [E, F, D] if ``transposed``, as ``[E, F, D]``."""
     return w if transposed else w.transpose(1, 2)
-
-
-def _split_outputs(rows: Tensor, *, gated: bool, interleaved: bool) -> Tensor:
-    """Split axis 1 (outputs, G*F) of a [E, G*F, ...] tensor into (G, F)."""
-    if not gated:
-        return rows.unsqueeze(1)
-    if interleaved:
-        return torch.unflatten(rows, 1, (-1, 2)).transpose(1, 2)
-    return torch.unflatten(rows, 1, (2, -1))

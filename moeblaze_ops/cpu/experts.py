@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves, up_shape
+from moeblaze_ops.arguments.weight_storage import up_halves, up_shape
 from moeblaze_ops.cpu.activations import activate_into, backward_into
 from moeblaze_ops.cpu.row_pieces import add_product_of_rows, product_of_rows
 from moeblaze_ops.cpu.rows import (
@@ -249,7 +249,7 @@ class _UpRows:
         self.x_TD, self.weights_TK, self.slots_N, self.u_NR = x_TD, weights_TK, slots_N, u_NR
         self.tokens_N = row_tokens(slots_N, top_k)
         self.low_rank = [] if lora_b_EGFR is None else [transposed(half) for half in lora_b_EGFR.unbind(1)]
-        self.halves, self.biases = [transposed(half) for half in up_halves(w_up)], bias_halves(b_up)
+        self.halves, self.biases = [transposed(half) for half in up_halves(w_up)], up_halves(b_up)
 
     def write(self, h_rows: Tensor, block: RowBlock) -> Tensor:
         """Fill h_rows, [rows, G, F], with the pre-activation of a block, and return it."""

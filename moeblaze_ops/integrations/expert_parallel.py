@@ -81,7 +81,7 @@ class MoeblazeEP(AllToAllEP):
         x, weights = as_operands(operands, hidden_states, top_k_weights)
         form = {"gated": is_gated(operands.activation), "interleaved": operands.interleaved}
         w_up = storage.packed_up(operands.w_up, transposed=operands.transposed, **form)
-        b_up = [] if operands.b_up is None else [storage.packed_bias(operands.b_up, **form)]
+        b_up = [] if operands.b_up is None else [storage.packed_up(operands.b_up, **form)]
         b_down = [] if operands.b_down is None else [operands.b_down]
         w_down = storage.down(operands.w_down, transposed=operands.transposed)
         ids = torch.where(top_k_index < self.num_experts, top_k_index, -1)

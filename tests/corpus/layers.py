@@ -140,7 +140,7 @@ def _build(tokens, stored, experts_TK, activation, stored_as, dtype, device) -> 
         experts_TK=experts_TK.to(device),
         stored=stored,
         w_up=[storage.packed_up(w, gated=gated, interleaved=interleaved, transposed=transposed) for w in ups],
-        b_up=[storage.packed_bias(b, gated=gated, interleaved=interleaved) for b in biases[:-1]],
+        b_up=[storage.packed_up(b, gated=gated, interleaved=interleaved) for b in biases[:-1]],
         w_down=[storage.down(down, transposed=transposed)],
         b_down=biases[-1:],
         activation=activation,

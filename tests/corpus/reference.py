@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import activation_of
-from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves
+from moeblaze_ops.arguments.weight_storage import up_halves
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, NAMED, SILU_LIMIT
 
@@ -91,7 +91,7 @@ def expert_up(
         x_rows = x_TD[slots // positions_TK.shape[1]]
         scale = 1 if weights_TK is None else weights_TK.reshape(-1)[slots].unsqueeze(1)
         halves = [(x_rows @ half[e].t()) * scale for half in up_halves(w_up)]
-        biased = [h + b[e] for h, b in zip(halves, bias_halves(b_up), strict=True)] if b_up else halves
+        biased = [h + b[e] for h, b in zip(halves, up_halves(b_up), strict=True)] if b_up else halves
         h_rows.append(torch.stack(biased, dim=1))
     h_NGF = torch.cat(h_rows)
     return h_NGF, activate(h_NGF, activation)

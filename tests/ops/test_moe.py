@@ -32,7 +32,7 @@ def test_moe_matches_reference(activation, weight_on):
         x, weights, experts, w_up, w_down, b_up=b_up, b_down=b_down, activation=activation, weight_on=weight_on
     )
     packed = storage.packed_up(w_up, gated=gated, interleaved=False, transposed=False)
-    packed_bias = storage.packed_bias(b_up, gated=gated, interleaved=False)
+    packed_bias = storage.packed_up(b_up, gated=gated, interleaved=False)
     down = storage.down(w_down, transposed=False)
     expected = reference.moe(x, weights, experts, [packed], [down], [packed_bias], [b_down], activation, weight_on)
     torch.testing.assert_close(out, expected)
