@@ -10,7 +10,7 @@ from torch import nn
 from moeblaze_ops import compile as moeblaze_compile
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
-D, H, E, T = 8, 16, 3, 18
+D, H, E, T = 8, 16, 4, 18
 
 
 def of_tensors(gates, factor, least):
