@@ -13,7 +13,7 @@ import moeblaze_ops
 from moeblaze_ops.arguments.draws import SEEDS, dropped_rows
 from tests.tools.rewrite_harness import check_against_eager, compiled, rewrite_of, rewriting_backend
 
-T, D, H, E, K = 12, 8, 12, 3, 2
+T, D, H, E, K = 12, 8, 12, 4, 2
 BETWEEN, BEHIND = 0.25, 0.5
 
 
