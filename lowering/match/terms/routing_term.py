@@ -13,6 +13,7 @@ from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_ord
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+from moeblaze_ops.lowering.match.terms.padding import reorders
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 _OF_SEVERAL_IDS = "one expert's weights are taken by different ids: up, down and their biases have to be those of one id"
@@ -127,7 +128,7 @@ def read_scored(
     names = [f for f in factors if _names(f, index)]
     if named and (not any(map(_compares, names)) or any(_names_tokens(f, tokens) for f in factors)):
         names = []
-    if expert.scale or names or any(map(_is_of_rows, factors)):
+    if expert.scale or names or any(_is_of_rows(f, tokens) for f in factors):
         return None
     places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
@@ -144,9 +145,10 @@ def _names_tokens(factor: Expr, tokens: Expr) -> bool:
     return factor.kind == "sum" and tokens in factor.free and factor.args[1].kind == "eq"
 
 
-def _is_of_rows(factor: Expr) -> bool:
-    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known."""
-    return next(iter(subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse"))), None) is not None
+def _is_of_rows(factor: Expr, tokens: Expr) -> bool:
+    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known than that each is a token."""
+    rows = subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse") and not reorders(e, tokens))
+    return next(iter(rows), None) is not None
 
 
 def _names(factor: Expr, expert: Expr | None) -> bool:
