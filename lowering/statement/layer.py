@@ -213,9 +213,10 @@ class Statement:
         if (named := match.named) is None:
             return share
         place = algebra.zero if named.C == 1 else algebra.var(_LEVEL + 2, named.C, "r")
-        sizes = (match.E, named.C)
-        hit = algebra.eq(self._elements.of_place(named.tokens, number, place, sizes), self._elements.token)
-        weight = algebra.one if named.weights is None else self._elements.of_place(named.weights, number, place, sizes)
+        sequence, token = self._elements.in_sequence(named.sequences)
+        at = ((match.E, number), (named.C, place))
+        hit = algebra.eq(self._elements.of_place(named.tokens, sequence, *at), token)
+        weight = algebra.one if named.weights is None else self._elements.of_place(named.weights, sequence, *at)
         placed = algebra.mul(hit, weight)
         return algebra.mul(share, placed if place is algebra.zero else algebra.sum(place, placed))
 

@@ -73,6 +73,9 @@ class Finder:
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
+        of_sequences = len(sizes) == 2 and all(isinstance(size, int) and size > 1 for size in sizes)
+        self.sequences: tuple[Axis, ...] = ((sizes[0], tokens[:1]),) if of_sequences else ()
+        self.names: Indices = (self.token, tokens[1]) if of_sequences else (self.token,)
         others = (node for node, at in view.position.items() if at < self._position)  # such as tensors of the program's numbers
         nodes = chain(dependencies(view, root), others)
         tensors = (node for node in nodes if isinstance(fake_of(node), torch.Tensor))  # no setitem
@@ -101,10 +104,13 @@ class Finder:
         found = self._latest(targets, self._of_tokens(columns, width, sizes), depth, integers=integers)
         return found and replace(found, spread=(sizes, self._sizes))
 
-    def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
+    def find_table(
+        self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False, around: Sequence[Axis] = ()
+    ) -> Operand | None:
         """The node over axes, the first two of them ``turned`` or not, that has every target; ``reshaped``: in any shape."""
         for turned, order in enumerate(_orders(axes)):
-            if (found := self._latest(targets, self._over(order, len(targets), reshaped), depth)) is not None:
+            over = self._over((*around, *order), len(targets), reshaped)
+            if (found := self._latest(targets, over, depth)) is not None:
                 return replace(found, turned=bool(turned))
         return None
 
@@ -142,10 +148,12 @@ class Finder:
         """The column of each target in the latest node ``[..., width]`` that has one for each, whatever their order."""
         return self._order(targets, self._of_tokens(self._numbers(targets), len(targets)))
 
-    def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
+    def order_of_places(
+        self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size], around: Sequence[Axis]
+    ) -> list[int] | None:
         """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
         axes = (sizes[0], self._numbers(targets)), (sizes[1], (place,))
-        orders = (self._order(targets, self._over(order, len(targets))) for order in _orders(axes))
+        orders = (self._order(targets, self._over((*around, *order), len(targets))) for order in _orders(axes))
         return next((order for order in orders if order is not None), None)
 
     def is_rectified(self, node: fx.Node) -> bool:

@@ -257,7 +257,8 @@ def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, 
     here = algebra.substitute(body, {row: upto})
     if not set(factors_of(here)) <= marks:
         return False
-    T, K, at = token.args[1], *((1, algebra.zero) if slot is None else (slot.args[1], slot))
+    T, at = token.args[1], slot or algebra.zero
+    K = 1 if slot is None else slot.args[1]
     tokens = (token, *subexpressions(upto, lambda e: reorders(e, token)))
     orders = (order for own in tokens for order in (((1, own), (T, at)), ((K, own), (1, at))))
     whole = slot is None or same_size(row.args[1], T * K)

@@ -228,15 +228,17 @@ def stored_at_places(self, x, probabilities):
     return _stored_at(self, x, probabilities)
 
 
-SPELLINGS = (places_of_slots, by_priority, places_in_priority, by_priority_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two,
-             deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
+OF_EXPERTS = (places_of_slots, by_priority, places_in_priority)
+"""Of which no ids are read, but what each expert has."""
+SPELLINGS = (*OF_EXPERTS, by_priority_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed,
+             deepspeed_of_two, deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
 def test_rewritten(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
     (found,) = backend.rewritten
-    K = dict.fromkeys((places_of_slots, by_priority, places_in_priority), zoo.E).get(spelling, 1 if spelling in (deepspeed, switch, fairscale) else 2)
+    K = zoo.E if spelling in OF_EXPERTS else 1 if spelling in (deepspeed, switch, fairscale) else 2
     assert found.K == K and found.E == zoo.E and not backend.reasons
     assert "bmm" not in backend.operators() and "expert_down.default" in backend.operators()
 
