@@ -465,15 +465,10 @@ class Algebra:
         return self.call(DETACH, (e,))
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
-        """``e`` rounded to a dtype; zeros and ones among factors are what they are in every one.
-
-            (kept * score).to(torch.bfloat16) = kept * score.to(torch.bfloat16)
-        """
+        """``e`` rounded, but for zeros and ones: (kept * score).to(torch.bfloat16) = kept * score.to(torch.bfloat16)."""
         marks = [f for f in factors_of(e) if is_indicator(f)] if dtype.is_floating_point else []
-        if marks:
-            rest = self.mul(*(f for f in factors_of(e) if f not in marks))
-            return self.mul(*marks, self.cast(dtype, rest))
-        return e if e.kind == "const" else self._intern("cast", dtype, e)
+        e = self.mul(*(f for f in factors_of(e) if f not in marks)) if marks else e
+        return self.mul(*marks, e if e.kind == "const" else self._intern("cast", dtype, e))
 
     def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
         return self._intern("nonzero", mask, axis, row, extent)

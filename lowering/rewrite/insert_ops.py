@@ -76,10 +76,10 @@ def _of_all_experts(insert: Inserter, match: MoEMatch, x_TD: fx.Node) -> tuple[f
         return weights_TE, ids_TE
     tokens_CE = insert.places(match.named.tokens)
     B = match.named.sequences
-    shape = (num_tokens, match.E) if B is None else (B, num_tokens // B, match.E)
+    shape = (num_tokens, match.E) if B == 1 else (B, num_tokens // B, match.E)
 
     def of_all(named: fx.Node) -> fx.Node:
-        return named if B is None else insert.call("reshape", named, (-1, match.E))
+        return named if B == 1 else insert.call("reshape", named, (-1, match.E))
 
     named = insert.call(torch.zeros, shape, dtype=torch.bool, device=device)
     named_TE = of_all(insert.call("scatter", named, -2, tokens_CE, True))
@@ -206,7 +206,7 @@ def _parameters(insert: Inserter, match: MoEMatch, device: torch.device) -> fx.N
 
 def _named_rows(match: MoEMatch) -> int | None:
     """How many rows experts can have that name their tokens, where that is known and less than a row for every slot."""
-    B, sizes = match.named.sequences or 1, (match.named.C, match.T)
+    B, sizes = match.named.sequences, (match.named.C, match.T)
     return B * match.E * min(sizes[0], sizes[1] // B) if all(isinstance(size, int) for size in sizes) else None
 
 

@@ -1,7 +1,6 @@
 """Elements of a match's operands in index notation: of tokens, of slots, of experts, and of weights as views."""
 
 import math
-from typing import TypeAlias
 
 from torch import fx
 
@@ -12,10 +11,6 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
-
-_At: TypeAlias = tuple[Size, Expr]
-"""The size of an axis, and an index into it."""
-
 
 class Elements:
     """Elements of operands where a layer ends, at a token that ``tokens`` index among tokens of ``sizes``."""
@@ -55,21 +50,14 @@ class Elements:
         """The element of the layer's input, which is not looked into further than an expert's input is."""
         return self.of_token(operand, feature, feature.args[1], depth=MAX_PROJECTIONS)
 
-    def in_sequence(self, count: int | None) -> tuple[tuple[_At, ...], Expr]:
-        """The axis of so many sequences, if there are, and the token among those of its own, or among all."""
-        if count is None:
-            return (), self.token
-        length = self.num_tokens // count
-        return ((count, self.algebra.div(self.token, length)),), self.algebra.mod(self.token, length)
-
-    def of_place(self, operand: Operand, sequence: tuple[_At, ...], expert: _At, place: _At) -> Expr:
-        """The element of ``[E, C]``, turned ``[C, E]``, or ``[C]`` of each; of sequences, ``[B, E, C]``."""
+    def of_place(self, operand: Operand, expert: Expr, place: Expr, sizes: tuple[int, int, Size]) -> Expr:
+        """The element of ``[B, E, C]``, turned ``[B, C, E]``, or ``[B, C]`` of each, in the sequence of the token."""
+        (B, E, C), slot = sizes, operand
+        sequence = self.algebra.div(self.token, self.num_tokens // B)
+        shape, at = ((B, C, E), (sequence, place, expert)) if operand.turned else (sizes, (sequence, expert, place))
         if operand.rest:
-            operand, axes = (operand, *operand.rest)[expert[1].args[0]], (*sequence, place)
-        else:
-            axes = (*sequence, *((place, expert) if operand.turned else (expert, place)))
-        shape, at = zip(*axes, strict=True)
-        return self._times(operand, self._at(self._value(operand.node), shape, at, 0))
+            slot, shape, at = (operand, *operand.rest)[expert.args[0]], (B, C), (sequence, place)
+        return self._times(slot, self._at(self._value(slot.node), shape, at, 0))
 
     def of_expert(self, operand: Operand, expert: Expr, count: int) -> Expr:
         """The element of ``[E]``, of one element for all experts, or of one tensor each."""

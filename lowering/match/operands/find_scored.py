@@ -40,13 +40,13 @@ _EVERY = -7
 class Named:
     """The tokens that experts name, ``[E, C]`` (``[C, E]`` if turned, or ``[C]`` of each), and a weight of each place.
 
-    Where there are ``sequences``, ``[B, S]`` tokens, both are ``[B, E, C]``, and tokens are named inside of their own.
+    Where there are several ``sequences``, ``[B, S]`` tokens, both are ``[B, E, C]``: tokens are named inside of their own.
     """
 
     tokens: Operand
     weights: Operand | None
     C: Size
-    sequences: int | None = None
+    sequences: int = 1
 
 
 @dataclass(frozen=True)

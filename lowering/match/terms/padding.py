@@ -257,15 +257,15 @@ def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, 
     here = algebra.substitute(body, {row: upto})
     if not set(factors_of(here)) <= marks:
         return False
-    T, at = token.args[1], slot or algebra.zero
-    K = 1 if slot is None else slot.args[1]
-    tokens = (token, *subexpressions(upto, lambda e: reorders(e, token)))
-    orders = (order for own in tokens for order in (((1, own), (T, at)), ((K, own), (1, at))))
-    whole = slot is None or same_size(row.args[1], T * K)
-    return whole and any(upto is algebra.linear(0, order) for order in orders)
+    own = next(subexpressions(upto, lambda e: reorders(e, token)), token)
+    if slot is None:
+        return upto is own
+    T, K = token.args[1], slot.args[1]
+    orders = (((1, own), (T, slot)), ((K, own), (1, slot)))
+    return any(upto is algebra.linear(0, order) for order in orders) and same_size(row.args[1], T * K)
 
 
 def reorders(e: Expr, token: Expr) -> bool:
-    """True if ``e`` is the place of a token in another order of all tokens, as that of their priorities."""
+    """True if ``e`` is the place of a token in another order of all, as that of their priorities."""
     order, at = e.args if e.kind in ("inverse", "leaf") else (None, None)
     return at in (token, (token,)) and order.is_permutation and same_size(order.shape[0], token.args[1])
