@@ -49,6 +49,8 @@ def test_marks_stand_outside_of_what_is_rounded(algebra):
     product = algebra.mul(mark, score)
     assert algebra.cast(torch.bfloat16, product) is algebra.mul(mark, algebra.cast(torch.bfloat16, score))
     assert algebra.cast(torch.float32, mark) is mark
+    threshold = algebra.mul(algebra.call("ge", (score, half)), score)
+    assert algebra.cast(torch.bfloat16, threshold).kind == "cast"
     assert algebra.cast(torch.int64, product).kind == "cast"
     assert algebra.cast(torch.bfloat16, algebra.mul(half, score)).kind == "cast"
 

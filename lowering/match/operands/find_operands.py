@@ -17,7 +17,8 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
-from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, factors_of, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -170,11 +171,19 @@ class Finder:
         if None not in attached:
             found = self._latest(attached, places, depth, integers=integers)
             return found and replace(found, detached=True)
-        casts = {target.args[0] if target.kind == "cast" else None for target in targets}
-        if len(casts) != 1 or None in casts:
+        dtypes, whole = zip(*map(self._uncast, targets), strict=True)
+        if len(set(dtypes)) != 1 or None in dtypes:
             return None
-        found = self._latest(tuple(target.args[1] for target in targets), places, depth, integers=integers)
-        return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
+        found = self._latest(whole, places, depth, integers=integers)
+        return None if found is None or found.is_rounded else Operand(found.node, dtypes[0])
+
+    def _uncast(self, target: Expr) -> tuple[torch.dtype | None, Expr]:
+        """The dtype to which a product was rounded, and that before; marks stand outside of what is rounded."""
+        casts = [f for f in factors_of(target) if f.kind == "cast"]
+        if len(casts) != 1 or not all(f in casts or is_indicator(f) for f in factors_of(target)):
+            return None, target
+        dtype, rounded = casts[0].args
+        return dtype, self._evaluator.algebra.substitute(target, {casts[0]: rounded})
 
     def _order(self, targets: Sequence[Expr], places: Places) -> list[int] | None:
         for _, _, elements in self._read(places, 0):

@@ -254,8 +254,7 @@ def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, 
     """Whether a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
     upto = count.args[2]
     row, body = algebra.open(count)
-    here = algebra.substitute(body, {row: upto})
-    if not set(factors_of(here)) <= marks:
+    if not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
         return False
     own = next(subexpressions(upto, lambda e: reorders(e, token)), token)
     if slot is None:
