@@ -465,10 +465,7 @@ class Algebra:
         return self.call(DETACH, (e,))
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
-        """``e`` rounded, but for what integers say; what a score is compared with is part of it.
-
-            ([ids = 2] * score).to(torch.bfloat16) = [ids = 2] * score.to(torch.bfloat16)
-        """
+        """``e`` rounded: (kept * score).to(dtype) is kept * score.to(dtype), but what compares a score is part of it."""
         told = (f for f in factors_of(e) if is_indicator(f) and (f.kind != "call" or all(map(_is_whole, f.args[1]))))
         marks = [*told] if dtype.is_floating_point else []
         e = self.mul(*(f for f in factors_of(e) if f not in marks)) if marks else e

@@ -12,6 +12,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 
+
 class Elements:
     """Elements of operands where a layer ends, at a token that ``tokens`` index among tokens of ``sizes``."""
 
@@ -52,11 +53,12 @@ class Elements:
 
     def of_place(self, operand: Operand, expert: Expr, place: Expr, sizes: tuple[int, int, Size]) -> Expr:
         """The element of ``[B, E, C]``, turned ``[B, C, E]``, or ``[B, C]`` of each, in the sequence of the token."""
-        (B, E, C), slot = sizes, operand
-        sequence = self.algebra.div(self.token, self.num_tokens // B)
-        shape, at = ((B, C, E), (sequence, place, expert)) if operand.turned else (sizes, (sequence, expert, place))
-        if operand.rest:
-            slot, shape, at = (operand, *operand.rest)[expert.args[0]], (B, C), (sequence, place)
+        B, E, C = sizes
+        axes = [(B, self.algebra.div(self.token, self.num_tokens // B)), (C, place)]
+        if not operand.rest:
+            axes.insert(2 if operand.turned else 1, (E, expert))
+        slot = (operand, *operand.rest)[expert.args[0] if operand.rest else 0]
+        shape, at = zip(*axes, strict=True)
         return self._times(slot, self._at(self._value(slot.node), shape, at, 0))
 
     def of_expert(self, operand: Operand, expert: Expr, count: int) -> Expr:
