@@ -235,7 +235,7 @@ class Algebra:
         known: dict[Expr, Expr] = {}
         for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp" and s.args[2][1] is not None):
             (number,), (lower, upper) = clamp.args[1:]
-            if (number.kind == "linear" or _is_whole(number)) and any(is_below(mark, number, upper + 1) for mark in marks):
+            if _is_whole(number) and any(is_below(mark, number, upper + 1) for mark in marks):
                 known[clamp] = number if lower is None else self.call("clamp", (number,), lower, None)
         return self.substitute(e, known)
 
@@ -465,7 +465,11 @@ class Algebra:
         return self.call(DETACH, (e,))
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
-        return e if e.kind == "const" else self._intern("cast", dtype, e)
+        """``e`` rounded: (kept * score).to(dtype) is kept * score.to(dtype), but what compares a score is part of it."""
+        told = (f for f in factors_of(e) if is_indicator(f) and (f.kind != "call" or all(map(_is_whole, f.args[1]))))
+        marks = [*told] if dtype.is_floating_point else []
+        e = self.mul(*(f for f in factors_of(e) if f not in marks)) if marks else e
+        return self.mul(*marks, e if e.kind == "const" else self._intern("cast", dtype, e))
 
     def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
         return self._intern("nonzero", mask, axis, row, extent)
@@ -544,7 +548,8 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
 
 def _is_whole(e: Expr) -> bool:
     """Whether it is an integer in whatever dtype, of which sums lose nothing."""
-    return is_integer(e) or is_count(e) or (e.kind in ("mul", "add") and all(map(_is_whole, e.args)))
+    parts = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args if e.kind in ("mul", "add") else ()
+    return is_integer(e) or is_count(e) or (bool(parts) and all(map(_is_whole, parts)))
 
 
 def _is_number(e: Expr) -> bool:

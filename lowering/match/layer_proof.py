@@ -305,7 +305,7 @@ class _Proof:
     def _scored_routing(self, expert: ExpertTerm, *, named: bool = False) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(self.algebra, expert, self.feature)
         by_number = index is None or index in expert.binders
-        return read_scored(self.algebra, expert, index, self.finder.token, named=named) if by_number else None
+        return read_scored(self.algebra, expert, index, self.finder.names, named=named) if by_number else None
 
     def _routing(self, expert: ExpertTerm) -> Routing:
         index = expert_index(self.algebra, expert, self.feature)

@@ -75,12 +75,18 @@ def _of_all_experts(insert: Inserter, match: MoEMatch, x_TD: fx.Node) -> tuple[f
     if match.named is None:
         return weights_TE, ids_TE
     tokens_CE = insert.places(match.named.tokens)
-    shape = (num_tokens, match.E)
-    named_TE = insert.call(torch.zeros, shape, dtype=torch.bool, device=device)
-    ids_TE = insert.call(torch.where, insert.call("scatter", named_TE, 0, tokens_CE, True), ids_TE, -1)
+    B = match.named.sequences
+    shape = (num_tokens, match.E) if B == 1 else (B, num_tokens // B, match.E)
+
+    def of_all(named: fx.Node) -> fx.Node:
+        return named if B == 1 else insert.call("reshape", named, (-1, match.E))
+
+    named = insert.call(torch.zeros, shape, dtype=torch.bool, device=device)
+    named_TE = of_all(insert.call("scatter", named, -2, tokens_CE, True))
+    ids_TE = insert.call(torch.where, named_TE, ids_TE, -1)
     if (weights := match.named.weights) is not None:
-        none_TE = insert.call(torch.zeros, shape, dtype=weights.dtype, device=device)
-        placed_TE = insert.call("scatter_add", none_TE, 0, tokens_CE, insert.places(weights))
+        none = insert.call(torch.zeros, shape, dtype=weights.dtype, device=device)
+        placed_TE = of_all(insert.call("scatter_add", none, -2, tokens_CE, insert.places(weights)))
         weights_TE = placed_TE if weights_TE is None else insert.call(torch.mul, placed_TE, weights_TE)
     return weights_TE, ids_TE
 
@@ -200,8 +206,8 @@ def _parameters(insert: Inserter, match: MoEMatch, device: torch.device) -> fx.N
 
 def _named_rows(match: MoEMatch) -> int | None:
     """How many rows experts can have that name their tokens, where that is known and less than a row for every slot."""
-    sizes = match.named.C, match.T
-    return match.E * min(sizes) if all(isinstance(size, int) for size in sizes) else None
+    B, sizes = match.named.sequences, (match.named.C, match.T)
+    return B * match.E * min(sizes[0], sizes[1] // B) if all(isinstance(size, int) for size in sizes) else None
 
 
 def _counts_rows(match: MoEMatch) -> bool:

@@ -103,11 +103,11 @@ class Inserter(NodeInserter):
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
 
     def places(self, operand: Operand) -> fx.Node:
-        """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in."""
+        """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in; or those of sequences."""
         if operand.rest:
-            node = self.call(torch.stack, [self._read(part) for part in (operand, *operand.rest)], 1)
+            node = self.call(torch.stack, [self._read(part) for part in (operand, *operand.rest)], -1)
         else:
-            node = self._read(operand) if operand.turned else self.view(self._read(operand), "t")
+            node = self._read(operand) if operand.turned else self.view(self._read(operand), "transpose", -2, -1)
         return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
 
     def numbers(self, operand: Operand) -> fx.Node:

@@ -213,8 +213,9 @@ class Statement:
         if (named := match.named) is None:
             return share
         place = algebra.zero if named.C == 1 else algebra.var(_LEVEL + 2, named.C, "r")
-        sizes = (match.E, named.C)
-        hit = algebra.eq(self._elements.of_place(named.tokens, number, place, sizes), self._elements.token)
+        sizes = (named.sequences, match.E, named.C)
+        token = algebra.mod(self._elements.token, self._elements.num_tokens // named.sequences)
+        hit = algebra.eq(self._elements.of_place(named.tokens, number, place, sizes), token)
         weight = algebra.one if named.weights is None else self._elements.of_place(named.weights, number, place, sizes)
         placed = algebra.mul(hit, weight)
         return algebra.mul(share, placed if place is algebra.zero else algebra.sum(place, placed))

@@ -51,13 +51,15 @@ class Elements:
         """The element of the layer's input, which is not looked into further than an expert's input is."""
         return self.of_token(operand, feature, feature.args[1], depth=MAX_PROJECTIONS)
 
-    def of_place(self, operand: Operand, expert: Expr, place: Expr, sizes: tuple[Size, Size]) -> Expr:
-        """The element of ``[E, C]``, turned ``[C, E]``, or ``[C]`` of each."""
-        if operand.rest:
-            slot = (operand, *operand.rest)[expert.args[0]]
-            return self._times(slot, self._at(self._value(slot.node), sizes[1:], (place,), 0))
-        shape, at = (sizes[::-1], (place, expert)) if operand.turned else (sizes, (expert, place))
-        return self._times(operand, self._at(self._value(operand.node), shape, at, 0))
+    def of_place(self, operand: Operand, expert: Expr, place: Expr, sizes: tuple[int, int, Size]) -> Expr:
+        """The element of ``[B, E, C]``, turned ``[B, C, E]``, or ``[B, C]`` of each, in the sequence of the token."""
+        B, E, C = sizes
+        axes = [(B, self.algebra.div(self.token, self.num_tokens // B)), (C, place)]
+        if not operand.rest:
+            axes.insert(2 if operand.turned else 1, (E, expert))
+        slot = (operand, *operand.rest)[expert.args[0] if operand.rest else 0]
+        shape, at = zip(*axes, strict=True)
+        return self._times(slot, self._at(self._value(slot.node), shape, at, 0))
 
     def of_expert(self, operand: Operand, expert: Expr, count: int) -> Expr:
         """The element of ``[E]``, of one element for all experts, or of one tensor each."""

@@ -42,6 +42,19 @@ def test_position_in_nothing_stays(algebra):
     assert algebra.div(algebra.const(3), 0).kind == "div"
 
 
+def test_marks_stand_outside_of_what_is_rounded(algebra):
+    """Of no integer: (3.5 * mark).to(torch.int64) is rounded down, and half of a mark is none."""
+    t, half = algebra.var(0, 10, "t"), algebra.const(0.5)
+    mark, score = algebra.eq(t, algebra.const(3)), algebra.call("exp", (t,))
+    product = algebra.mul(mark, score)
+    assert algebra.cast(torch.bfloat16, product) is algebra.mul(mark, algebra.cast(torch.bfloat16, score))
+    assert algebra.cast(torch.float32, mark) is mark
+    threshold = algebra.mul(algebra.call("ge", (score, half)), score)
+    assert algebra.cast(torch.bfloat16, threshold).kind == "cast"
+    assert algebra.cast(torch.int64, product).kind == "cast"
+    assert algebra.cast(torch.bfloat16, algebra.mul(half, score)).kind == "cast"
+
+
 def test_order_of_terms_and_factors_is_forgotten(algebra):
     a, b, c = (algebra.var(i, 5, "r") for i in range(3))
     assert algebra.add(a, algebra.add(b, c)) is algebra.add(algebra.add(c, a), b)

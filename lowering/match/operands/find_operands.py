@@ -17,7 +17,8 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
-from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, Indices, factors_of, split_number, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -73,6 +74,9 @@ class Finder:
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
+        of_sequences = len(sizes) == 2 and all(isinstance(size, int) and size > 1 for size in sizes)
+        self.sequences: tuple[Axis, ...] = ((sizes[0], tokens[:1]),) if of_sequences else ()
+        self.names: Indices = (self.token, tokens[1]) if of_sequences else (self.token,)
         others = (node for node, at in view.position.items() if at < self._position)  # such as tensors of the program's numbers
         nodes = chain(dependencies(view, root), others)
         tensors = (node for node in nodes if isinstance(fake_of(node), torch.Tensor))  # no setitem
@@ -101,10 +105,13 @@ class Finder:
         found = self._latest(targets, self._of_tokens(columns, width, sizes), depth, integers=integers)
         return found and replace(found, spread=(sizes, self._sizes))
 
-    def find_table(self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False) -> Operand | None:
+    def find_table(
+        self, targets: Indices, *axes: Axis, depth: int = 0, reshaped: bool = False, around: Sequence[Axis] = ()
+    ) -> Operand | None:
         """The node over axes, the first two of them ``turned`` or not, that has every target; ``reshaped``: in any shape."""
         for turned, order in enumerate(_orders(axes)):
-            if (found := self._latest(targets, self._over(order, len(targets), reshaped), depth)) is not None:
+            over = self._over((*around, *order), len(targets), reshaped)
+            if (found := self._latest(targets, over, depth)) is not None:
                 return replace(found, turned=bool(turned))
         return None
 
@@ -142,10 +149,12 @@ class Finder:
         """The column of each target in the latest node ``[..., width]`` that has one for each, whatever their order."""
         return self._order(targets, self._of_tokens(self._numbers(targets), len(targets)))
 
-    def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
+    def order_of_places(
+        self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size], around: Sequence[Axis]
+    ) -> list[int] | None:
         """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
         axes = (sizes[0], self._numbers(targets)), (sizes[1], (place,))
-        orders = (self._order(targets, self._over(order, len(targets))) for order in _orders(axes))
+        orders = (self._order(targets, self._over((*around, *order), len(targets))) for order in _orders(axes))
         return next((order for order in orders if order is not None), None)
 
     def is_rectified(self, node: fx.Node) -> bool:
@@ -162,11 +171,19 @@ class Finder:
         if None not in attached:
             found = self._latest(attached, places, depth, integers=integers)
             return found and replace(found, detached=True)
-        casts = {target.args[0] if target.kind == "cast" else None for target in targets}
-        if len(casts) != 1 or None in casts:
+        dtypes, whole = zip(*map(self._uncast, targets), strict=True)
+        if len(set(dtypes)) != 1 or None in dtypes:
             return None
-        found = self._latest(tuple(target.args[1] for target in targets), places, depth, integers=integers)
-        return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
+        found = self._latest(whole, places, depth, integers=integers)
+        return None if found is None or found.is_rounded else Operand(found.node, dtypes[0])
+
+    def _uncast(self, target: Expr) -> tuple[torch.dtype | None, Expr]:
+        """The dtype to which a product was rounded, and that before; marks stand outside of what is rounded."""
+        casts = [f for f in factors_of(target) if f.kind == "cast"]
+        if len(casts) != 1 or not all(f in casts or is_indicator(f) for f in factors_of(target)):
+            return None, target
+        dtype, rounded = casts[0].args
+        return dtype, self._evaluator.algebra.substitute(target, {casts[0]: rounded})
 
     def _order(self, targets: Sequence[Expr], places: Places) -> list[int] | None:
         for _, _, elements in self._read(places, 0):

@@ -18,16 +18,16 @@ place has the token.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 
 import torch
 
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, joined
+from moeblaze_ops.lowering.match.operands.find_operands import Axis, Finder, Operand, joined
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.routing_term import Routing
@@ -38,11 +38,15 @@ _EVERY = -7
 
 @dataclass(frozen=True)
 class Named:
-    """The tokens that experts name, ``[E, C]`` (``[C, E]`` if turned, or ``[C]`` of each), and a weight of each place."""
+    """The tokens that experts name, ``[E, C]`` (``[C, E]`` if turned, or ``[C]`` of each), and a weight of each place.
+
+    Where there are several ``sequences``, ``[B, S]`` tokens, both are ``[B, E, C]``: tokens are named inside of their own.
+    """
 
     tokens: Operand
     weights: Operand | None
     C: Size
+    sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     prove(not stacked or len(routings) == 1, Reason.ROUTING, "mixed forms")
     count = routings[0].expert.args[1] if stacked else len(routings)
     prove(isinstance(count, int) and count > 1, Reason.ROUTING, "one expert, or a symbolic number of them")
-    named = [_read_named(algebra, routing.score, finder.token) for routing in routings]
+    named = [_read_named(algebra, routing.score, finder.names) for routing in routings]
     table = _Table(algebra, finder, routings, count)
     scored = table.named(named) if all(named) else table.masked()
     ids, numbers = algebra.var(_EVERY, count, "r"), table.numbers()
@@ -69,16 +73,21 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
 
 @dataclass(frozen=True)
 class _Name:
-    """``around * sum over place of [token = t] * weight``."""
+    """``around * sum over place of [token = t] * weight``; ``own``: t, one of all tokens or of those of a sequence."""
 
+    own: Expr
     token: Expr
     weight: Expr
     around: Expr
     place: Expr
 
 
-def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
+def _read_named(algebra: Algebra, score: Expr, tokens: Indices) -> _Name | None:
     """A score as that of the places of an expert that have the token; a single place needs no sum."""
+    return next((name for token in tokens if (name := _read_named_as(algebra, score, token)) is not None), None)
+
+
+def _read_named_as(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
     sums = [f for f in factors_of(score) if f.kind == "sum" and f.args[0].args[2] == "r" and token.free <= f.free]
     sums.sort(key=is_indicator)  # what was stored is held for all tokens
     for whole in (*sums, score):
@@ -89,7 +98,7 @@ def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
             around = [f for f in factors_of(score) if f is not whole] if whole in sums else []
             weight = algebra.mul(*(f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"))
             if not token.free & weight.free:
-                return _Name(hits[0][1], weight, algebra.mul(*around), place)
+                return _Name(token, hits[0][1], weight, algebra.mul(*around), place)
     return None
 
 
@@ -121,18 +130,21 @@ class _Table:
 
     def named(self, names: Sequence[_Name]) -> Scored:
         C = names[0].place.args[1] if names[0].place.kind == "var" else 1
-        alike = all(name.place is names[0].place for name in names)
-        bounded = all(self._algebra.fits(name.token, self._finder.num_tokens) for name in names)
+        finder, own = self._finder, names[0].own
+        alike = all(name.place is names[0].place and name.own is own for name in names)
+        count = finder.num_tokens if own is finder.token else own.args[1]
+        bounded = all(self._algebra.fits(name.token, count) for name in names)
         prove(alike and bounded, Reason.ROUTING, "experts name their tokens in several ways, or what may be no token")
-        tokens = self._of_places([name.token for name in names], names[0].place, C)
-        prove(tokens is not None, Reason.ROUTING, "no tensor [E, C] holds the tokens of the experts")
+        around = () if own is finder.token else finder.sequences
+        tokens = self._of_places([name.token for name in names], names[0].place, C, around)
+        prove(tokens is not None, Reason.ROUTING, "no tensor [E, C], or [B, E, C] of sequences, holds the tokens of the experts")
         weights, products = None, [name.weight for name in names]
         if any(product is not self._algebra.one for product in products):
-            weights = self._of_places(products, names[0].place, C)
+            weights = self._of_places(products, names[0].place, C, around)
             prove(weights is not None, Reason.ROUTING, "no tensor [E, C] holds the weights of the tokens")
-        around = self._weights([name.around for name in names])
-        prove(around is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
-        return Scored(*around, named=Named(tokens, weights, C))
+        scores = self._weights([name.around for name in names])
+        prove(scores is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
+        return Scored(*scores, named=Named(tokens, weights, C, *(size for size, _ in around)))
 
     def _product(self, factors: Counter) -> Expr:
         return self._algebra.mul(*factors.elements())
@@ -181,15 +193,16 @@ class _Table:
         found = self._finder.find_scaled(ordered, columns, self._count)
         return found or joined([self._finder.find((target,), (self._algebra.zero,), 1) for target in ordered])
 
-    def _of_places(self, targets: list[Expr], place: Expr, C: Size) -> Operand | None:
+    def _of_places(self, targets: list[Expr], place: Expr, C: Size, around: Sequence[Axis]) -> Operand | None:
         """The tensor ``[E, C]`` or ``[C, E]`` with a target for every expert and place, or those ``[C]`` of single experts."""
+        find = partial(self._finder.find_table, around=around)
         of_place = (C, (place,))
         if self._stacked is not None:
-            return self._finder.find_table(tuple(targets), (self._count, (self._stacked,)), of_place)
-        self._order = self._order or self._finder.order_of_places(targets, place, (self._count, C))
+            return find(tuple(targets), (self._count, (self._stacked,)), of_place)
+        self._order = self._order or self._finder.order_of_places(targets, place, (self._count, C), around)
         ordered, experts = self._ordered(targets), tuple(map(self._algebra.const, range(self._count)))
-        found = self._finder.find_table(ordered, (self._count, experts), of_place)
-        return found or joined([self._finder.find_table((target,), of_place) for target in ordered])
+        found = find(ordered, (self._count, experts), of_place)
+        return found or joined([find((target,), of_place) for target in ordered])
 
     def _ordered(self, targets: list[Expr]) -> tuple[Expr, ...]:
         """By number of expert."""

@@ -20,7 +20,7 @@ from moeblaze_ops.lowering.evaluate.groups import largest_of
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, split_number
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.terms.activation import Formulas
@@ -254,11 +254,17 @@ def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, 
     """Whether a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
     upto = count.args[2]
     row, body = algebra.open(count)
-    here = algebra.substitute(body, {row: upto})
-    if not set(factors_of(here)) <= marks:
+    if not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
         return False
+    own = next(subexpressions(upto, lambda e: reorders(e, token)), token)
     if slot is None:
-        return upto is token
+        return upto is own
     T, K = token.args[1], slot.args[1]
-    orders = (((1, token), (T, slot)), ((K, token), (1, slot)))
+    orders = (((1, own), (T, slot)), ((K, own), (1, slot)))
     return any(upto is algebra.linear(0, order) for order in orders) and same_size(row.args[1], T * K)
+
+
+def reorders(e: Expr, token: Expr) -> bool:
+    """True if ``e`` is the place of a token in another order of all, as that of their priorities."""
+    order, at = e.args if e.kind in ("inverse", "leaf") else (None, None)
+    return at in (token, (token,)) and order.is_permutation and same_size(order.shape[0], token.args[1])

@@ -8,11 +8,12 @@ import torch
 
 from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+from moeblaze_ops.lowering.match.terms.padding import reorders
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 _OF_SEVERAL_IDS = "one expert's weights are taken by different ids: up, down and their biases have to be those of one id"
@@ -116,7 +117,7 @@ def with_kept_apart(algebra: Algebra, routing: Routing) -> Routing:
 
 
 def read_scored(
-    algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr, *, named: bool
+    algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Indices, *, named: bool
 ) -> tuple[ExpertTerm, Routing] | None:
     """An expert that no id is compared with: its score is the whole product beside it, summed over all but the experts.
 
@@ -127,9 +128,10 @@ def read_scored(
     names = [f for f in factors if _names(f, index)]
     if named and (not any(map(_compares, names)) or any(_names_tokens(f, tokens) for f in factors)):
         names = []
-    if expert.scale or names or any(map(_is_of_rows, factors)):
+    if expert.scale or names or any(_is_of_rows(f, tokens) for f in factors):
         return None
-    places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
+    hits = [(token, f) for token in tokens for f in factors if f.kind == "eq" and token in f.args]
+    places = {side: token for token, f in hits for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
     score = algebra.mul(*factors)
     for binder in expert.binders:
@@ -139,14 +141,15 @@ def read_scored(
     return replace(expert, x=x), Routing(index, None, None, (), score=score)
 
 
-def _names_tokens(factor: Expr, tokens: Expr) -> bool:
+def _names_tokens(factor: Expr, tokens: Indices) -> bool:
     """True if a factor is the number of places of an expert that have the token."""
-    return factor.kind == "sum" and tokens in factor.free and factor.args[1].kind == "eq"
+    return factor.kind == "sum" and not factor.free.isdisjoint(tokens) and factor.args[1].kind == "eq"
 
 
-def _is_of_rows(factor: Expr) -> bool:
-    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known."""
-    return next(iter(subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse"))), None) is not None
+def _is_of_rows(factor: Expr, tokens: Indices) -> bool:
+    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known than that each is a token."""
+    rows = subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse") and not reorders(e, tokens[0]))
+    return next(iter(rows), None) is not None
 
 
 def _names(factor: Expr, expert: Expr | None) -> bool:

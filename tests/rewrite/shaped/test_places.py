@@ -142,12 +142,39 @@ def places_of_slots(self, x, probabilities, behind=1, ids=None):
     ids = probabilities.topk(2).indices if ids is None else ids
     chosen = F.one_hot(ids.t().reshape(-1), zoo.E).to(torch.int32)
     place = torch.cumsum(chosen, dim=0) * chosen - behind
-    place = place.view(2, -1, zoo.E).transpose(0, 1).max(dim=1)[0]
+    return _at_largest(self, x, probabilities, place.view(2, -1, zoo.E).transpose(0, 1).max(dim=1)[0])
+
+
+def _at_largest(self, x, probabilities, place):
     kept = torch.logical_and(place >= 0, place < self.places)
     dispatch = F.one_hot(torch.masked_fill(place, ~kept, 0), self.places).to(torch.bool)
     dispatch = torch.masked_fill(dispatch, ~kept.unsqueeze(-1).expand(-1, -1, self.places), 0)
     combine = torch.einsum("...te,...tec->...tec", probabilities, dispatch)
-    return self.combined(x, combine, dispatch)
+    return self.combined(x, combine.to(x.dtype), dispatch)
+
+
+def by_priority(self, x, probabilities, order=torch.argsort, back=torch.argsort):
+    """V-MoE's: places are counted in the order of the largest scores."""
+    weights, ids = probabilities.topk(2)
+    order = order(-weights[:, 0])
+    chosen = F.one_hot(ids[order].t().reshape(-1), zoo.E)
+    place = (torch.cumsum(chosen, dim=0) * chosen - 1).view(2, -1, zoo.E).transpose(0, 1)[back(order)]
+    return _at_largest(self, x, probabilities, place.max(dim=1).values)
+
+
+def places_in_priority(self, x, probabilities):
+    """Each token has the place, and the experts, of that which stands there in the order of scores."""
+    return by_priority(self, x, probabilities, back=lambda order: order)
+
+
+def by_priority_of_slots(self, x, probabilities):
+    """NLLB's: the places of each slot in the order of the largest scores, second ones behind all first ones."""
+    order = probabilities.max(dim=1).values.neg().argsort()
+    first, second = (mask for mask, _ in _of_two(self, probabilities))
+    before = first.sum(0, keepdim=True)
+    slots = [(mask, (mask[order].cumsum(0) - 1)[order.argsort()] + behind) for mask, behind in ((first, 0), (second, before))]
+    combine = _combined_of_two(self, probabilities, slots)
+    return self.combined(x, combine, combine.bool())
 
 
 def _of_any(self, x, probabilities, keep, shares=None):
@@ -201,15 +228,17 @@ def stored_at_places(self, x, probabilities):
     return _stored_at(self, x, probabilities)
 
 
-SPELLINGS = (places_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two,
-             deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
+OF_EXPERTS = (places_of_slots, by_priority, places_in_priority)
+"""Of which no ids are read, but what each expert has."""
+SPELLINGS = (*OF_EXPERTS, by_priority_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed,
+             deepspeed_of_two, deepspeed_of_any, deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
 def test_rewritten(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
     (found,) = backend.rewritten
-    K = {places_of_slots: zoo.E}.get(spelling, 1 if spelling in (deepspeed, switch, fairscale) else 2)
+    K = zoo.E if spelling in OF_EXPERTS else 1 if spelling in (deepspeed, switch, fairscale) else 2
     assert found.K == K and found.E == zoo.E and not backend.reasons
     assert "bmm" not in backend.operators() and "expert_down.default" in backend.operators()
 
@@ -231,6 +260,13 @@ def test_all_to_one_expert(spelling, places):
 def test_weights_that_underflow():
     """A token of weight zero is not dispatched: neither the result tells nor any gradient."""
     assert check_against_eager(Layer(gshard, scale=5000), torch.randn(12, zoo.D)).rewritten
+
+
+@pytest.mark.parametrize("spelling", [places_of_slots, by_priority], ids=lambda f: f.__name__)
+def test_scores_of_places_that_are_rounded(spelling):
+    """Scores in fp32 beside experts in bf16: the product with the places is cast, of which that of the scores is left."""
+    layer = Layer(lambda self, x, probabilities: spelling(self, x, probabilities.float())).to(torch.bfloat16)
+    assert check_against_eager(layer, torch.randn(20, zoo.D).bfloat16(), tolerance=2**-4).rewritten
 
 
 def without_a_limit(self, x, probabilities):
@@ -325,6 +361,11 @@ def places_of_the_same_slots(self, x, probabilities):
     return places_of_slots(self, x, probabilities, ids=probabilities.topk(2).indices // 2)
 
 
+def places_of_favourites(self, x, probabilities):
+    """What stands for an order has one number for all tokens with one favourite: they are in one place."""
+    return by_priority(self, x, probabilities, back=lambda order: probabilities.argmax(1))
+
+
 def more_tokens_than_places(self, x, probabilities):
     """The last one has none."""
     return _of_any(self, x, probabilities, _with_highest_scores(probabilities, self.places + 1))
@@ -355,7 +396,7 @@ def second_slots_stored_from_zero(self, x, probabilities):
     return _stored_at(self, x, probabilities, second=second)
 
 
-NEAR = (stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
+NEAR = (places_of_favourites, stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
         dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
         second_slots_from_zero, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
