@@ -97,7 +97,7 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
         found = finder.find_table(targets, *axes, reshaped=True)
         found = found and replace(found, of_slots=True)
     else:
-        found = finder.find(targets, experts, count)
+        found = finder.find(targets, experts, count) or joined([finder.find((own,), (algebra.zero,), 1) for own in targets])
     prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")
     bounds = [algebra.extent(routing.ids) for routing in routings]
     prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
