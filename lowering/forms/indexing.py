@@ -19,8 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.pointwise import times
-from moeblaze_ops.lowering.forms.first_rows import first_rows
-from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
+from moeblaze_ops.lowering.forms.splits import first_rows, is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -133,9 +132,8 @@ def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:
         require(start == 0 and step == 1 and item.stop is not None, "static slice")
         if same_size(item.stop, extent):
             return x
-        first = first_rows(view, x, item.stop, output_shape(view)[dim]) if dim == 0 and isinstance(item.stop, int) else None
-        require(first is not None and item.stop >= 0, "static slice")
-        return first
+        require(dim == 0 and isinstance(item.stop, int) and item.stop >= 0, "static slice")
+        return first_rows(view, x, item.stop, output_shape(view)[0])
     require(isinstance(start, int) and isinstance(item.stop, (int, type(None))), "static slice")
     start, stop, step = item.indices(extent)
     return sliced(view, x, dim, start, step, max(0, -(-(stop - start) // step)))

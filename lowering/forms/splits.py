@@ -10,13 +10,15 @@ Each bound is a sum of numbers: one that does not depend on data, and a set of p
 Which expert has these rows is for `evaluate.groups` to say.
 """
 
+import math
 from typing import Any
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves, tree_map
 
-from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
+from moeblaze_ops.lowering.forms.views import axis, cast, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
@@ -145,3 +147,23 @@ def _positions(view: GraphView, mask: Value, length: Size) -> Value:
     if isinstance(length, sympy.Symbol) and length not in view.numbers:
         view.numbers[length] = view.make("sum", mask, (0,), False, shape=(), dtype=torch.int64)
     return view.make("nonzero", mask, 0, shape=(length,), dtype=torch.int64)
+
+
+def first_rows(view: GraphView, x: Value, count: int, rows: Size) -> Value:
+    """The first ones, ``rows`` of them, of what has a row for each true element of a mask: those up to which ``count`` are true.
+
+        token, k = torch.where(chosen == e);  w[token, k][:C]           w[chosen == e & (chosen == e).flatten().cumsum(0).view(T, K) <= C]
+    """
+    shape = (rows, *x.shape[1:])
+    if x.op == "nonzero":
+        mask, dim = x.args
+        flat = cast(view, reshaped(view, mask, (math.prod(mask.shape),)), torch.int64)
+        number = view.make("prefix", flat, 0, shape=flat.shape, dtype=flat.dtype)
+        there = view.make("pointwise", "le", (number, full(view, count, (), torch.int64)), (), shape=number.shape, dtype=torch.bool)
+        kept = view.make("pointwise", "and", (mask, reshaped(view, there, mask.shape)), (), shape=mask.shape, dtype=torch.bool)
+        return view.make("nonzero", kept, dim, shape=shape, dtype=x.dtype)
+    at = {"reshape": 0, "stack": 0, "index": 1}.get(x.op)
+    parts = [] if at is None else [part for part in tree_leaves(x.args[at]) if part is not None]
+    require(len(parts) > 0 and all(part.shape[:1] == x.shape[:1] for part in parts), "a slice of rows that a mask selects")
+    cut = tree_map(lambda part: part and first_rows(view, part, count, rows), x.args[at])
+    return view.make(x.op, *x.args[:at], cut, *x.args[at + 1 :], shape=shape, dtype=x.dtype)

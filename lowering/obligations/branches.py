@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import sympy
@@ -22,11 +23,11 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
-from moeblaze_ops.lowering.forms.first_rows import first_rows
+from moeblaze_ops.lowering.forms.splits import first_rows
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
@@ -314,7 +315,9 @@ class _Proof:
         """True if ``first`` has the first ones of as many rows as there are no more of than it may have: ``rows[:C]``."""
         whole, part = (value.shape[0] if value.shape else 0 for value in (rows, first))
         stop = next((n for n in part.args if n.is_Integer), -1) if _is_least(part) else -1
-        return self.most.get(whole, stop + 1) <= stop and first_rows(self.view, rows, int(stop), part) is first
+        with suppress(NotCanonical):
+            return self.most.get(whole, stop + 1) <= stop and first_rows(self.view, rows, int(stop), part) is first
+        return False
 
     def _same_number(self, before: Size | None, after: Size | None) -> bool:
         if before is None or after is None:

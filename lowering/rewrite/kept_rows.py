@@ -24,14 +24,21 @@ def hold_kept(edits: Edits) -> None:
     masks: dict[tuple, dict[fx.Node, None]] = {}
     for node, stop in cuts.items():
         if (mask := _mask(view.value_at(node, view.position[node]))) is not None:
-            masks.setdefault((stop, mask.shape), {})[mask.node] = None
-    for (stop, _), alike in masks.items():
+            masks.setdefault((stop, mask.shape, _compared(mask)), {})[mask.node] = None
+    for (stop, *_), alike in masks.items():
         kept = []
         for mask in alike:
             insert = Inserter(edits, mask)
             counted = insert.call("view_as", insert.call("cumsum", insert.call("flatten", mask), 0), mask)
             kept.append(insert.call(torch.le, counted, stop))
         insert.call(torch.stack, kept, -1)
+
+
+def _compared(mask: Value) -> Value:
+    """What is compared with the numbers of experts, as of one slot of each token."""
+    while mask.op in ("any", "reshape", "cast"):
+        mask = mask.args[0]
+    return mask.args[1][0] if mask.op == "pointwise" else mask
 
 
 def _stop(node: fx.Node) -> int | None:
