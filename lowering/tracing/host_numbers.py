@@ -194,7 +194,8 @@ def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> Var
 def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> list[VariableTracker]:
     """What numbers of selected rows count, each in a tensor beside ``like``; nothing where one is another number.
 
-        load[e] += len(rows)        load[e] += mask.count_nonzero()                 rows[:C]    mask.count_nonzero().clamp(max=C)
+        load[e] += len(rows)            load[e] += mask.count_nonzero()
+        load[e] += len(rows[:C])        load[e] += (mask & (mask.cumsum(0) <= C)).count_nonzero()
     """
     if not all(isinstance(number, SymNodeVariable) for number in numbers):
         return []
@@ -210,9 +211,12 @@ def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> l
         mask = mask_of.get(whole)
         if mask is None or is_written({mask}) or fake_of(mask).device != like.device:
             return []
-        of_mask = torch.fx.Proxy(mask, tx.output.current_tracer)
-        count = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.count_nonzero, (of_mask,), {}))
-        counts.append(count.call_method(tx, "clamp", [], {"max": ConstantVariable.create(int(most[0]))}) if most else count)
+        flat = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
+        for stop in most:
+            number = flat.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
+            below = _traced(tx, torch.le, [number, ConstantVariable.create(int(stop))])
+            flat = _traced(tx, torch.logical_and, [flat, below])
+        counts.append(_traced(tx, torch.count_nonzero, [flat]))
     return counts
 
 
