@@ -18,7 +18,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moeblaze_ops.lowering.forms.views import axis, cast, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
+from moeblaze_ops.lowering.forms.views import (
+    axis,
+    cast,
+    concatenated,
+    form,
+    full,
+    output_shape,
+    pieces,
+    require,
+    reshaped,
+    tensor,
+)
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
@@ -150,17 +161,17 @@ def _positions(view: GraphView, mask: Value, length: Size) -> Value:
 
 
 def first_rows(view: GraphView, x: Value, count: int, rows: Size) -> Value:
-    """The first ones, ``rows`` of them, of what has a row for each true element of a mask: those up to which ``count`` are true.
+    """The first ``rows`` of what has a row for each true element of a mask: those of the first ``count`` true elements.
 
-        token, k = torch.where(chosen == e);  w[token, k][:C]           w[chosen == e & (chosen == e).flatten().cumsum(0).view(T, K) <= C]
+        token, k = torch.where(mask);  token[:C], k[:C]         torch.where(mask & (mask.flatten().cumsum(0) <= C).view_as(mask))
     """
     shape = (rows, *x.shape[1:])
     if x.op == "nonzero":
         mask, dim = x.args
         flat = cast(view, reshaped(view, mask, (math.prod(mask.shape),)), torch.int64)
-        number = view.make("prefix", flat, 0, shape=flat.shape, dtype=flat.dtype)
-        there = view.make("pointwise", "le", (number, full(view, count, (), torch.int64)), (), shape=number.shape, dtype=torch.bool)
-        kept = view.make("pointwise", "and", (mask, reshaped(view, there, mask.shape)), (), shape=mask.shape, dtype=torch.bool)
+        number, limit = view.make("prefix", flat, 0, shape=flat.shape, dtype=flat.dtype), full(view, count, (), flat.dtype)
+        below = view.make("pointwise", "le", (number, limit), (), shape=flat.shape, dtype=mask.dtype)
+        kept = view.make("pointwise", "and", (mask, reshaped(view, below, mask.shape)), (), shape=mask.shape, dtype=mask.dtype)
         return view.make("nonzero", kept, dim, shape=shape, dtype=x.dtype)
     at = {"reshape": 0, "stack": 0, "index": 1}.get(x.op)
     parts = [] if at is None else [part for part in tree_leaves(x.args[at]) if part is not None]

@@ -27,7 +27,15 @@ from moeblaze_ops.lowering.forms.splits import first_rows
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, graphs_of, inplace_name, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import (
+    GraphView,
+    NotCanonical,
+    Value,
+    graphs_of,
+    inplace_name,
+    target_name,
+    written_nodes,
+)
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
@@ -248,7 +256,7 @@ class _Proof:
             zeros = [] if element is None else zero_where(self.evaluator.algebra, element, not works_if)
         else:
             zeros = self._zero_numbers(fake.node.expr, not works_if)
-            self.most = self._bounded(fake.node.expr if not works_if else sympy.Not(fake.node.expr))
+            self.most = self._bounded(fake.node.expr, not works_if)
         for zero in zeros:
             is_size = not isinstance(zero, Expr)
             elements = map(self._element, self.masks.get(zero, ())) if is_size else [zero]
@@ -259,13 +267,14 @@ class _Proof:
                 self.zeros.add_size(zero)
         return known or bool(self.most)
 
-    def _bounded(self, known: sympy.Basic) -> dict[Size, int]:
-        """The largest number that the size of what a mask selects may have, where a comparison of it is ``known``."""
-        if not isinstance(known, sympy.core.relational._Inequality):
+    def _bounded(self, condition: sympy.Basic, truth: bool) -> dict[Size, int]:
+        """The largest number that the size of what a mask selects may have, where a comparison of it is ``truth``."""
+        if not isinstance(condition, (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)):
             return {}
-        least, strict = known.gts - known.lts, known.func in (sympy.Lt, sympy.Gt)
-        bounds = {size: least + size - int(strict) for size in least.free_symbols if size in self.masks}
-        return {size: bound for size, bound in bounds.items() if bound.is_Integer}
+        known = condition if truth else sympy.Not(condition)
+        least = known.gts - known.lts - int(isinstance(known, (sympy.Lt, sympy.Gt)))
+        bounds = {size: least + size for size in least.free_symbols if size in self.masks}
+        return {size: int(bound) for size, bound in bounds.items() if bound.is_Integer}
 
     def _zero_numbers(self, condition: sympy.Basic, truth: bool) -> list[Expr | Size]:
         """Counts, and sizes of what masks select, that are zero where a comparison of their sum with a number is ``truth``.
