@@ -175,6 +175,7 @@ def first_rows(view: GraphView, x: Value, count: int, rows: Size) -> Value:
         return view.make("nonzero", kept, dim, shape=shape, dtype=x.dtype)
     at = {"reshape": 0, "stack": 0, "index": 1}.get(x.op)
     parts = [] if at is None else [part for part in tree_leaves(x.args[at]) if part is not None]
-    require(len(parts) > 0 and all(part.shape[:1] == x.shape[:1] for part in parts), "a slice of rows that a mask selects")
+    along_first = all(part.shape[:1] == x.shape[:1] for part in parts) and len({len(part.shape) for part in parts}) == 1
+    require(along_first and (x.op != "index" or x.args[2] == 0), "a slice of rows that a mask selects")
     cut = tree_map(lambda part: part and first_rows(view, part, count, rows), x.args[at])
     return view.make(x.op, *x.args[:at], cut, *x.args[at + 1 :], shape=shape, dtype=x.dtype)

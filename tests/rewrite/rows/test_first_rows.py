@@ -191,8 +191,16 @@ def written_to_beside(e, weights, ids):
     return first, weights[first, k[:C], None]
 
 
+def of_columns(e, weights, ids):
+    """The rows number columns, of as many rows: the first rows are not those of the first numbers."""
+    token, k = torch.where(ids == e)
+    table = token[:, None] + torch.zeros(1, T, dtype=torch.int64)
+    token = table[:, token][:C].diagonal()
+    return token, weights[token, k[:C], None]
+
+
 TWINS = [
-    fewer_than_there_is_room_for, where_there_are_few, the_last_ones, but_for_the_first, weights_of_other_rows, by_another_number,
+    of_columns, fewer_than_there_is_room_for, where_there_are_few, the_last_ones, but_for_the_first, weights_of_other_rows, by_another_number,
     written_to, written_to_beside,
 ]  # fmt: skip
 
