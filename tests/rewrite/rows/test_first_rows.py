@@ -87,6 +87,33 @@ def with_more_room_than_asked_for(e, weights, ids):
     return token, weights[token, k, None]
 
 
+class Stacked(Layer):
+    """The same with the weights of all experts in one tensor."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.ups, self.downs = nn.Parameter(torch.randn(E, W, D)), nn.Parameter(torch.randn(E, D, W))
+        del self.up, self.down
+
+    def forward(self, x):
+        self.up = [lambda x, w=w: x @ w.T for w in self.ups]
+        self.down = [lambda x, w=w: x @ w.T for w in self.downs]
+        return super().forward(x)
+
+
+class OfSlots(Layer):
+    """Each slot has its own room with an expert."""
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for k in range(K):
+            for e in range(E):
+                token, share = self.rows(e, weights[:, k, None], ids[:, k, None])
+                out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * share)
+        return out, ids
+
+
 def trained(layer, run, x):
     layer.zero_grad()
     x = x.clone().requires_grad_()
@@ -116,6 +143,13 @@ SPELLINGS = [by_slice, by_branch, by_expression, unless_there_is_room, of_pairs,
 def test_first_rows(rows):
     torch.manual_seed(1)
     assert layers_of(Layer(rows).double(), torch.randn(T, D, dtype=torch.float64)) == 1
+
+
+@pytest.mark.parametrize("kind", [Stacked, OfSlots])
+@pytest.mark.parametrize("rows", [by_branch, by_expression])
+def test_first_rows_of_other_layers(kind, rows):
+    torch.manual_seed(1)
+    assert layers_of(kind(rows).double(), torch.randn(T, D, dtype=torch.float64)) == 1
 
 
 @pytest.mark.parametrize("counted", [set_to_length, add_length])
