@@ -215,9 +215,16 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     (end,) = ends
     _, _, fork = begin.args
     proof = _Proof(known, begin, end, fork)
-    if not proof.assume():
-        return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
-    written = proof
+    says_of_rows = proof.assume()
+    differs = _difference(proof, known, numbers, begin, end) if says_of_rows or proof.most else ""
+    if differs is None or says_of_rows:
+        return differs
+    return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
+
+
+def _difference(proof: "_Proof", known: _Known, numbers: _Known | None, begin: fx.Node, end: fx.Node) -> str | None:
+    """What may be another where the work is not done, by what the condition says."""
+    written, fork = proof, begin.args[2]
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
         written = beside if all(map(known.view.is_gradient_off, _from(fork or begin, end))) else proof
@@ -248,7 +255,7 @@ class _Proof:
     # What the condition says.
 
     def assume(self) -> bool:
-        """Learn what is zero without the work, and which sizes are bounded."""
+        """Learn what is zero without the work, if anything is, and which sizes are bounded."""
         condition, works_if, _ = self.begin.args
         fake, known = fake_of(condition), False
         if isinstance(fake, torch.Tensor):
@@ -265,7 +272,7 @@ class _Proof:
                 known = True
             if is_size and known:
                 self.zeros.add_size(zero)
-        return known or bool(self.most)
+        return known
 
     def _bounded(self, condition: sympy.Basic, truth: bool) -> dict[Size, int]:
         """The largest number that the size of what a mask selects may have, where a comparison of it is ``truth``."""
