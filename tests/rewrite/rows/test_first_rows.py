@@ -234,8 +234,8 @@ def of_columns(e, weights, ids):
 
 
 TWINS = [
-    of_columns, fewer_than_there_is_room_for, where_there_are_few, the_last_ones, but_for_the_first, weights_of_other_rows, by_another_number,
-    written_to, written_to_beside,
+    of_columns, fewer_than_there_is_room_for, where_there_are_few, the_last_ones, but_for_the_first, weights_of_other_rows,
+    by_another_number, written_to, written_to_beside,
 ]  # fmt: skip
 
 
