@@ -19,7 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.pointwise import times
-from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
+from moeblaze_ops.lowering.forms.splits import first_rows, is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -129,8 +129,10 @@ def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:
     if start == 0 and step == 1 and item.stop is None:
         return x
     if not isinstance(extent, int):
-        require(start == 0 and step == 1 and item.stop is not None and same_size(item.stop, extent), "static slice")
-        return x
+        whole = item.stop is not None and same_size(item.stop, extent)
+        known = dim == 0 and isinstance(item.stop, int) and item.stop >= 0
+        require(start == 0 and step == 1 and (whole or known), "static slice")
+        return x if whole else first_rows(view, x, item.stop, output_shape(view)[0])
     require(isinstance(start, int) and isinstance(item.stop, (int, type(None))), "static slice")
     start, stop, step = item.indices(extent)
     return sliced(view, x, dim, start, step, max(0, -(-(stop - start) // step)))

@@ -10,11 +10,13 @@ Each bound is a sum of numbers: one that does not depend on data, and a set of p
 Which expert has these rows is for `evaluate.groups` to say.
 """
 
+import math
 from typing import Any
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -145,3 +147,21 @@ def _positions(view: GraphView, mask: Value, length: Size) -> Value:
     if isinstance(length, sympy.Symbol) and length not in view.numbers:
         view.numbers[length] = view.make("sum", mask, (0,), False, shape=(), dtype=torch.int64)
     return view.make("nonzero", mask, 0, shape=(length,), dtype=torch.int64)
+
+
+def first_rows(view: GraphView, x: Value, count: int, rows: Size) -> Value:
+    """The first of the rows that a mask selects: ``where(mask)[0][:C]`` is ``where(mask & (mask.cumsum(0) <= C))[0]``."""
+    shape = (rows, *x.shape[1:])
+    if x.op == "nonzero":
+        mask, flat = x.args[0], (math.prod(x.args[0].shape),)
+        ones = view.make("cast", reshaped(view, mask, flat), shape=flat, dtype=torch.int64)
+        number, limit = view.make("prefix", ones, 0, shape=flat, dtype=ones.dtype), full(view, count, (), ones.dtype)
+        below = view.make("pointwise", "le", (number, limit), (), shape=flat, dtype=mask.dtype)
+        kept = view.make("pointwise", "and", (mask, reshaped(view, below, mask.shape)), (), shape=mask.shape, dtype=mask.dtype)
+        return view.make("nonzero", kept, x.args[1], shape=shape, dtype=x.dtype)
+    at = {"reshape": 0, "stack": 0, "index": 1}.get(x.op)
+    parts = [] if at is None else [part for part in tree_leaves(x.args[at]) if part is not None]
+    alike = all(part.shape[:1] == x.shape[:1] for part in parts) and len({len(part.shape) for part in parts}) == 1
+    require(alike and (x.op != "index" or x.args[2] == 0), "a slice of rows that a mask selects")
+    cut = tree_map(lambda part: part and first_rows(view, part, count, rows), x.args[at])
+    return view.make(x.op, *x.args[:at], cut, *x.args[at + 1 :], shape=shape, dtype=x.dtype)

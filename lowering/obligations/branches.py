@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import sympy
@@ -22,10 +23,19 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.forms.splits import first_rows
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient, storage_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import (
+    GraphView,
+    NotCanonical,
+    Value,
+    graphs_of,
+    inplace_name,
+    target_name,
+    written_nodes,
+)
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
@@ -205,9 +215,16 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     (end,) = ends
     _, _, fork = begin.args
     proof = _Proof(known, begin, end, fork)
-    if not proof.assume():
-        return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
-    written = proof
+    says_of_rows = proof.assume()
+    differs = _difference(proof, known, numbers, begin, end) if says_of_rows or proof.most else ""
+    if differs is None or says_of_rows:
+        return differs
+    return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
+
+
+def _difference(proof: "_Proof", known: _Known, numbers: _Known | None, begin: fx.Node, end: fx.Node) -> str | None:
+    """What may be another where the work is not done, by what the condition says."""
+    written, fork = proof, begin.args[2]
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
         written = beside if all(map(known.view.is_gradient_off, _from(fork or begin, end))) else proof
@@ -233,11 +250,12 @@ class _Proof:
         self.fork = self.first if fork is None else view.position[fork]
         self.evaluator, self.masks = known.evaluator, known.masks
         self.zeros = Zeros(self.evaluator.algebra, self._elements)
+        self.most: dict[Size, int] = {}  # what sizes are not above
 
     # What the condition says.
 
     def assume(self) -> bool:
-        """Learn what is zero without the work."""
+        """Learn what is zero without the work, if anything is, and which sizes are bounded."""
         condition, works_if, _ = self.begin.args
         fake, known = fake_of(condition), False
         if isinstance(fake, torch.Tensor):
@@ -245,6 +263,7 @@ class _Proof:
             zeros = [] if element is None else zero_where(self.evaluator.algebra, element, not works_if)
         else:
             zeros = self._zero_numbers(fake.node.expr, not works_if)
+            self.most = self._bounded(fake.node.expr, not works_if)
         for zero in zeros:
             is_size = not isinstance(zero, Expr)
             elements = map(self._element, self.masks.get(zero, ())) if is_size else [zero]
@@ -255,6 +274,15 @@ class _Proof:
                 self.zeros.add_size(zero)
         return known
 
+    def _bounded(self, condition: sympy.Basic, truth: bool) -> dict[Size, int]:
+        """The largest number that the size of what a mask selects may have, where a comparison of it is ``truth``."""
+        if not isinstance(condition, (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)):
+            return {}
+        known = condition if truth else sympy.Not(condition)
+        least = known.gts - known.lts - int(isinstance(known, (sympy.Lt, sympy.Gt)))
+        bounds = {size: least + size for size in least.free_symbols if size in self.masks}
+        return {size: int(bound) for size, bound in bounds.items() if bound.is_Integer}
+
     def _zero_numbers(self, condition: sympy.Basic, truth: bool) -> list[Expr | Size]:
         """Counts, and sizes of what masks select, that are zero where a comparison of their sum with a number is ``truth``.
 
@@ -263,9 +291,10 @@ class _Proof:
         if not isinstance(condition, sympy.core.relational.Relational):
             condition = sympy.Ne(condition, 0)
         constant, terms = self._terms(condition.lhs - condition.rhs)
-        sizes = {s: times for s, times in constant.as_coefficients_dict().items() if s.is_Symbol and s in self.masks}
+        sizes = {s: times for s, times in constant.as_coefficients_dict().items() if s in self.masks}
         constant -= sum(times * size for size, times in sizes.items())
-        return all_zero(condition.func, constant, {**terms, **sizes}, truth) if constant.is_Integer else []
+        found = all_zero(condition.func, constant, {**terms, **sizes}, truth) if constant.is_Integer else []
+        return [part for zero in found for part in (zero, *(zero.free_symbols if _is_least(zero) else ()))]
 
     def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
         """A size as a constant, and how often each count is added to it."""
@@ -293,9 +322,18 @@ class _Proof:
     def same_operand(self, before: fx.Node | int, after: fx.Node | int) -> bool:
         if not all(isinstance(n, fx.Node) and isinstance(fake_of(n), torch.Tensor) for n in (before, after)):
             return self._same_number(_number(before), _number(after))
-        if _layout(before) != _layout(after) or self._is_shared(before, after):
+        one, other = self.view.value_at(before, self.first), self.view.value_at(after, self.last)
+        if self._is_shared(before, after) or not (_layout(before) == _layout(after) or self._are_first_rows(one, other)):
             return False
-        return self._same(self.view.value_at(before, self.first), self.view.value_at(after, self.last))
+        return self._same(one, other) or self._are_first_rows(one, other)
+
+    def _are_first_rows(self, rows: Value, first: Value) -> bool:
+        """True if ``first`` has the first ones of as many rows as there are no more of than it may have: ``rows[:C]``."""
+        whole, part = (value.shape[0] if value.shape else 0 for value in (rows, first))
+        stop = next((n for n in part.args if n.is_Integer), -1) if _is_least(part) else -1
+        with suppress(NotCanonical):
+            return self.most.get(whole, stop + 1) <= stop and first_rows(self.view, rows, int(stop), part) is first
+        return False
 
     def _same_number(self, before: Size | None, after: Size | None) -> bool:
         if before is None or after is None:
@@ -414,6 +452,11 @@ class _Proof:
         for variable in reversed([i for i in self.evaluator.variables(value) if i.kind == "var"]) if e is not None else ():
             e = self.evaluator.algebra.any(variable, e)
         return e
+
+
+def _is_least(size: Size) -> bool:
+    """True of the lesser one of two sizes."""
+    return isinstance(size, sympy.Basic) and size.func.__name__ == "Min"
 
 
 def _number(operand: fx.Node | int) -> Size | None:

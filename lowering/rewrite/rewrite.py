@@ -33,6 +33,7 @@ from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, check
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
+from moeblaze_ops.lowering.rewrite.kept_rows import hold_kept
 from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
@@ -138,8 +139,9 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     _erase_unread(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
-    numbers = _hold_numbers(edits)
+    _hold_numbers(edits)
     try:
+        hold_kept(edits)
         view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
             matched = [result for result in results if isinstance(result, MoEMatch)]
@@ -159,8 +161,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         detail = tolerate(error)
         candidates = [_declined(decline) for decline in _failed(gm.graph, results, detail)]
     else:
-        unread = [node for number in numbers if not number.users for node in (number.all_input_nodes[0], number)]
-        _erase(gm, [*dead, *(node for node in unread if node not in dead)])
+        _erase(gm, dead)
+        _erase_unread(gm.graph)
     meet_before_gathers(gm.graph)
     for candidate in candidates:
         report.candidates.append(candidate)
@@ -170,7 +172,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
-def _hold_numbers(edits: Edits) -> list[fx.Node]:
+def _hold_numbers(edits: Edits) -> None:
     """Tensors of the numbers that the program may change, which operators read where an activation has one.
 
         F.silu(h) * (self.scale / self.steps)           # from the second value of ``scale`` on
@@ -182,12 +184,10 @@ def _hold_numbers(edits: Edits) -> list[fx.Node]:
     tensors = [fake for fake in inputs if isinstance(fake, torch.Tensor)]
     device = next((fake.device for fake in tensors if fake.device.type != "cpu"), "cpu")
     dtype = torch.float64 if any(fake.dtype == torch.float64 for fake in tensors) else torch.float32
-    held = []
     for node, name in product(numbers, ("mul", "div")):
         insert = Inserter(edits, node)
         # A product with a tensor, and a quotient, are what AOTAutograd takes for a number that need not be guarded.
-        held.append(insert.call(name, insert.call(torch.ones, (), dtype=dtype, device=device), node))
-    return held
+        insert.call(name, insert.call(torch.ones, (), dtype=dtype, device=device), node)
 
 
 def _erase_unread(graph: fx.Graph) -> None:

@@ -102,6 +102,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         if all(map(_is_whole, others)):
             return rows
         return _traced(tx, operator.getitem, [rows, TupleVariable([_whole(tx), *others])])  # rows[start:end, None]
+    if function in (operator.add, operator.iadd) and len(args) == 2 and (count := _in_tensor(tx, *args)) is not None:
+        return _traced(tx, function, [args[0], count])
     if function in _JOINS and (size := _known_rows(tx, args)) is not None:
         return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
@@ -127,6 +129,8 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
     if name == "new_tensor" and len(args) == 1 and not kwargs:
         return _selected_rows(tx, fake_value(x), args[0])
+    if name == "__setitem__" and (count := _in_tensor(tx, x, args[1])) is not None:
+        return x.call_method(tx, name, [args[0], count], {})
     if name == "__setitem__" and all(map(_is_whole, _other_axes(args[0]))) and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
@@ -181,20 +185,45 @@ def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> Var
         x.new_tensor([len(rows) for rows in parts])     torch.stack([mask.count_nonzero() for mask in masks]).to(x.dtype)
     """
     items = numbers.items if isinstance(numbers, ListVariable) else []
-    if not items or not all(isinstance(item, SymNodeVariable) for item in items):
+    if not items or not (counts := _counts_of(tx, like, items)):
         return None
+    stacked = _traced(tx, torch.stack, [ListVariable(counts)])
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "to", (stacked.as_proxy(), like.dtype), {}))
+
+
+def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> list[VariableTracker]:
+    """What numbers of selected rows count, each in a tensor beside ``like``; nothing where one is another number.
+
+        load[e] += len(rows)            load[e] += mask.count_nonzero()
+        load[e] += len(rows[:C])        load[e] += (mask & (mask.cumsum(0) <= C)).count_nonzero()
+    """
+    if not all(isinstance(number, SymNodeVariable) for number in numbers):
+        return []
     mask_of: dict[Any, torch.fx.Node | None] = {}
     for node in tx.output.graph.nodes:
         if target_name(node) in ("nonzero", "where") and len(node.args) == 1:
             size = size_of(tree_leaves(fake_of(node))[0].shape[0])
             mask_of[size] = None if size in mask_of else node.args[0]
-    masks = [mask_of.get(_size_of(item)) for item in items]
-    if None in masks or is_written(set(masks)) or any(fake_of(mask).device != like.device for mask in masks):
-        return None
-    proxies = [torch.fx.Proxy(mask, tx.output.current_tracer) for mask in masks]
-    counts = [tx.output.create_proxy("call_function", torch.count_nonzero, (mask,), {}) for mask in proxies]
-    stacked = _traced(tx, torch.stack, [ListVariable([wrap_fx_proxy(tx, count) for count in counts])])
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "to", (stacked.as_proxy(), like.dtype), {}))
+    counts = []
+    for size in map(_size_of, numbers):
+        most = [part for part in size.args if part.is_Integer] if size.func.__name__ == "Min" else []
+        (whole,) = size.free_symbols if most else {size}
+        mask = mask_of.get(whole)
+        if mask is None or is_written({mask}) or fake_of(mask).device != like.device:
+            return []
+        flat = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
+        for stop in most:
+            number = flat.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
+            below = _traced(tx, torch.le, [number, ConstantVariable.create(int(stop))])
+            flat = _traced(tx, torch.logical_and, [flat, below])
+        counts.append(_traced(tx, torch.count_nonzero, [flat]))
+    return counts
+
+
+def _in_tensor(tx: Any, x: VariableTracker, number: VariableTracker) -> VariableTracker | None:
+    """A number of selected rows as a tensor, where one of the dtype of ``x`` holds it as it would hold a number of Python's."""
+    held = isinstance(x, TensorVariable) and fake_value(x).dtype in (torch.int64, torch.float32, torch.float64)
+    return next(iter(_counts_of(tx, fake_value(x), [number])), None) if held else None
 
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)

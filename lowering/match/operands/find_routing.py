@@ -88,16 +88,14 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
     experts, targets, count = by_number(of_all)
     slot = routings[0].slot
     if any(own != of_all for own in others):
-        in_order = len(ids.rest) == len(others)  # slots of their own, as `joined` has them
-        tables = [by_number(own)[1] for own in kept.values()] if in_order else []
-        found = joined([finder.find(table, experts, count) for table in tables] or [None])
+        found = joined([finder.find(by_number(own)[1], experts, count) for own in kept.values()])
         found = found and replace(found, of_slots=True)
     elif slot is not None and any(slot in target.free for target in targets):
         axes = (finder.num_tokens, (finder.token,)), (slot.args[1], (slot,)), (count, experts)
         found = finder.find_table(targets, *axes, reshaped=True)
         found = found and replace(found, of_slots=True)
     else:
-        found = finder.find(targets, experts, count)
+        found = finder.find(targets, experts, count) or joined([finder.find((own,), (algebra.zero,), 1) for own in targets])
     prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")
     bounds = [algebra.extent(routing.ids) for routing in routings]
     prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
