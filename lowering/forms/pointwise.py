@@ -4,11 +4,13 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
+import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.kernels.formulas.derivative import CLAMPS_MOVE_AT_BOUNDS
 from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
@@ -45,15 +47,25 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     if dtype == torch.bool and len(args) == 2:
         args = _compared(view, *args)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
-    xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else tensor(a) for a in args)
+    xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else _of_size(view, a, args) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
         return joined[0]
     return view.make("pointwise", name, xs, params)
 
 
+def _of_size(view: GraphView, x: Any, beside: Sequence[Any]) -> Value:
+    """A tensor, or a size that integers are compared with: ``place < capacity``."""
+    if not isinstance(x, sympy.Expr):
+        return tensor(x)
+    whole = all(other is x or (isinstance(other, Value) and other.dtype == torch.int64) for other in beside)
+    require(whole and output_dtype(view) == torch.bool and not free_unbacked_symbols(x), "a number beside integers")
+    return full(view, x, (), torch.int64)
+
+
 def _compared(view: GraphView, *args: Any) -> tuple[Any, ...]:
     """Operands in the dtype that they are compared in: of bytes, 300 is 44; ``h > 0.1`` of bf16 is ``h > 0.10009765625``."""
-    numbers = (0.0 if isinstance(x, torch.SymFloat) else x for x in args)  # reading it would be a guard
+    # Reading what a call tells would be a guard.
+    numbers = (0.0 if isinstance(x, torch.SymFloat) else 0 if isinstance(x, sympy.Expr) else x for x in args)
     alike: Any = [torch.empty((1,) * len(x.shape), dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in numbers]
     dtype = torch.result_type(*alike)
     held = (stored_number(x, dtype) if type(x) is int and is_integral(dtype) else x for x in args)

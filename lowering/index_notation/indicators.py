@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, complement_of, factors_of
 
 
@@ -44,12 +44,13 @@ def is_order(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] in _ORDERS
 
 
-def is_below(mark: Expr, number: Expr, bound: object) -> bool:
+def is_below(mark: Expr, number: Expr, bound: Size) -> bool:
     """True if a mark says that an integer is below a bound."""
     if not is_order(mark) or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
         return False
     limit = mark.args[1][1]
-    return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
+    end = limit.args[0] + int(mark.args[0] == "le") if limit.kind == "const" else None
+    return end <= bound if isinstance(end, int | float) and isinstance(bound, int) else end is not None and same_size(end, bound)
 
 
 def is_indicator(e: Expr) -> bool:

@@ -419,7 +419,7 @@ class Algebra:
         for number, index in ((a, b), (b, a)):
             if number is self.zero and index.kind == "call" and index.args[0] in ("xor", "abs"):
                 return self.eq(*index.args[1], *([number] if index.args[0] == "abs" else []))
-            below = self.extent(index) if number.kind == "const" else None
+            below = self.extent(index) if number.kind == "const" and isinstance(number.args[0], int | float) else None
             if isinstance(below, int) and not 0 <= number.args[0] < below:
                 return self.zero  # ids of a topk over E scores are not E
         return self._intern("eq", *sorted((a, b), key=lambda e: e.uid))

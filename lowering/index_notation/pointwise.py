@@ -85,7 +85,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
 def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
     """Whether the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
     end = algebra.extent(a)
-    if not isinstance(end, int) or b.kind != "const":
+    if not isinstance(end, int) or b.kind != "const" or not isinstance(b.args[0], int | float):
         return None
     first, last = (getattr(operator, name)(number, b.args[0]) for number in (0, end - 1))
     return first if first == last else None
