@@ -547,7 +547,7 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
 
 
 def _is_whole(e: Expr) -> bool:
-    """Whether it is an integer in whatever dtype, of which sums lose nothing."""
+    """True if ``e`` is an integer in whatever dtype, of which sums lose nothing."""
     parts = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args if e.kind in ("mul", "add") else ()
     return is_integer(e) or is_count(e) or (bool(parts) and all(map(_is_whole, parts)))
 

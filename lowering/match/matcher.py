@@ -119,7 +119,8 @@ class Matcher:
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
         declined = [r for r in results if isinstance(r, Decline) and not self._is_around(r, results, scores=False)]
         declined = furthest([r for r in declined if not any(self._is_beginning(r, whole) for whole in declined)])
-        declined = [further.get(r.root, r) for r in declined if not any(self._is_step(r, whole) for whole in declined)]
+        steps = [r for r in declined if any(r.reason is whole.reason and self._is_step(r, whole) for whole in declined)]
+        declined = [further.get(r.root, r) for r in declined if r not in steps]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline], *, scores: bool = True) -> bool:
@@ -137,7 +138,8 @@ class Matcher:
             return sum(n for chosen, n in outer.chosen.items() if not (chosen.ids and chosen.numbers <= known)) < 2
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
-        return is_sum_of(outer.chosen, [result.chosen for result in inner], scores=scores)
+        layers = [result for result in inner if not any(self._is_step(result, whole) for whole in inner)]
+        return is_sum_of(outer.chosen, [layer.chosen for layer in layers], scores=scores)
 
     def _is_again(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
         """Whether a layer is one of those found, whose result it depends on: ``y`` and ``y + unknown(y)``, where y = layer(x)."""
@@ -148,9 +150,9 @@ class Matcher:
 
         return any(self._is_behind(inner, outer) and operands(inner) == operands(outer) for inner in found)
 
-    def _is_step(self, part: Decline, whole: Decline) -> bool:
-        """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
-        return part.reason is whole.reason and self._is_behind(part, whole) and is_fewer(part.chosen, whole.chosen)
+    def _is_step(self, part: MoEMatch | Decline, whole: MoEMatch | Decline) -> bool:
+        """Whether a candidate is a step of the sum of another, which has more experts."""
+        return self._is_behind(part, whole) and is_fewer(part.chosen, whole.chosen)
 
     def _is_beginning(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""

@@ -223,7 +223,7 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
 
 
 def _difference(proof: "_Proof", known: _Known, numbers: _Known | None, begin: fx.Node, end: fx.Node) -> str | None:
-    """What may be another where the work is not done, by what the condition says."""
+    """Say what may be another where the work is not done, by what the condition says; None if nothing."""
     written, fork = proof, begin.args[2]
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
@@ -455,7 +455,7 @@ class _Proof:
 
 
 def _is_least(size: Size) -> bool:
-    """True of the lesser one of two sizes."""
+    """True if ``size`` is the lesser one of two."""
     return isinstance(size, sympy.Basic) and size.func.__name__ == "Min"
 
 

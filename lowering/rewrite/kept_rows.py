@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.undoable_edits import Edits
 
 
 def hold_kept(edits: Edits) -> None:
-    """Insert them, for the search for operands to find."""
+    """Insert such tensors where rows are cut, for the search for operands to find; those that stay unread are erased later."""
     cuts = {node: stop for node in edits.graph.nodes if (stop := _stop(node)) is not None}
     view = view_of(edits.graph) if cuts else None
     masks: dict[tuple, dict[fx.Node, None]] = {}

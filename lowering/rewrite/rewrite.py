@@ -173,7 +173,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
 
 
 def _hold_numbers(edits: Edits) -> None:
-    """Tensors of the numbers that the program may change, which operators read where an activation has one.
+    """Insert tensors of the numbers that the program may change, which operators read where an activation has one.
 
         F.silu(h) * (self.scale / self.steps)           # from the second value of ``scale`` on
     """

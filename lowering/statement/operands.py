@@ -40,12 +40,12 @@ class Elements:
             axes[:1] = [(n, i if n != 1 else self.algebra.zero) for n, i in zip(operand.spread[0], at, strict=True)]
         if width == 1:
             axes.remove((width, column))
-        shape, at = zip(*axes, strict=True)
         if operand.order is not None:
+            shape, at = zip(*axes, strict=True)
             order, rows = self._value(operand.order), math.prod(shape)
             assert order.is_permutation, order
-            shape, at = (rows,), (self.algebra.inverse(order, *self.evaluator.reshape_indices(shape, (rows,), at)),)
-        return self._times(operand, self._at(self._value(operand.node), shape, at, depth))
+            axes = [(rows, self.algebra.inverse(order, *self.evaluator.reshape_indices(shape, (rows,), at)))]
+        return self._read(operand, axes, depth)
 
     def of_input(self, operand: Operand, feature: Expr) -> Expr:
         """The element of the layer's input, which is not looked into further than an expert's input is."""
@@ -58,21 +58,19 @@ class Elements:
         if not operand.rest:
             axes.insert(2 if operand.turned else 1, (E, expert))
         slot = (operand, *operand.rest)[expert.args[0] if operand.rest else 0]
-        shape, at = zip(*axes, strict=True)
-        return self._times(slot, self._at(self._value(slot.node), shape, at, 0))
+        return self._read(slot, axes)
 
     def of_expert(self, operand: Operand, expert: Expr, count: int) -> Expr:
         """The element of ``[E]``, of one element for all experts, or of one tensor each."""
         if operand.rest:
             operand, expert, count = (operand, *operand.rest)[expert.args[0]], self.algebra.zero, 1
-        value = self._value(operand.node)
-        if same_size(math.prod(value.shape), 1):
+        if same_size(math.prod(self._value(operand.node).shape), 1):
             expert, count = self.algebra.zero, 1
-        return self._times(operand, self._at(value, (count,), (expert,), 0))
+        return self._read(operand, [(count, expert)])
 
     def of_vector(self, operand: Operand, feature: Expr) -> Expr:
         """The element of ``[D]``."""
-        return self._times(operand, self._at(self._value(operand.node), (feature.args[1],), (feature,), 0))
+        return self._read(operand, [(feature.args[1], feature)])
 
     def of_weight(self, view: WeightView, expert: Expr, *logical: Expr) -> Expr:
         """The element of a view ``[E, ...]`` of stored weights."""
@@ -93,9 +91,8 @@ class Elements:
     def _value(self, node: fx.Node) -> Value:
         return self._view.value_at(node, self._position)
 
-    def _at(self, value: Value, shape: tuple[Size, ...], indices: Indices, depth: int) -> Expr:
-        return self.evaluator.element(value, self.evaluator.reshape_indices(shape, value.shape, indices), depth)
-
-    def _times(self, operand: Operand, e: Expr) -> Expr:
+    def _read(self, operand: Operand, axes: list[tuple[Size, Expr]], depth: int = 0) -> Expr:
+        value, (shape, at) = self._value(operand.node), zip(*axes, strict=True)
+        e = self.evaluator.element(value, self.evaluator.reshape_indices(shape, value.shape, at), depth)
         e = self.algebra.detached(e) if operand.detached else e
         return e if operand.factor == 1 else self.algebra.mul(self.algebra.const(operand.factor), e)

@@ -171,6 +171,19 @@ def test_mixtures_stay_on_a_cpu():
     assert backend.reasons == ["ALL_EXPERTS"]
 
 
+def test_steps_of_a_scaled_sum_are_one_layer():
+    """Steps of one sum are not several layers, of which the whole sum would have nothing of its own."""
+
+    def scaled(self, x, shares):
+        out = x
+        for e, expert in enumerate(self.experts):
+            out = out + shares[:, e, None] * (expert(x) * 2.0)
+        return out
+
+    backend = check_against_eager(Mixture(scaled), torch.randn(14, zoo.D))
+    assert backend.reasons == ["ALL_EXPERTS"]
+
+
 @pytest.mark.usefixtures("mixtures_of_all")
 def test_what_has_no_router_is_no_layer():
     """Gates between blocks."""

@@ -251,7 +251,7 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
 
 
 def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
-    """Whether a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
+    """True if a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
     upto = count.args[2]
     row, body = algebra.open(count)
     if not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:

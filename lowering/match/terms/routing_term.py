@@ -147,7 +147,7 @@ def _names_tokens(factor: Expr, tokens: Indices) -> bool:
 
 
 def _is_of_rows(factor: Expr, tokens: Indices) -> bool:
-    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known than that each is a token."""
+    """True if a factor speaks of rows that were selected or sorted, of which nothing more is known than that each is a token."""
     rows = subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse") and not reorders(e, tokens[0]))
     return next(iter(rows), None) is not None
 
