@@ -84,6 +84,7 @@ STILL_LAYERS = {
     "nonzero_where",  # with a mask of the weights that are no 0.5
     "gathered_rows", "gathered_gpt_oss",  # of slots as tokens, each with an expert of its own
     "einsum_weighted_tokens", "einsum_combined",  # of weights that the graph computes
+    "loop_dense_scores", "nonzero_loop", "nonzero_mask",  # with a mask of each expert, of the tokens that it keeps
 }  # fmt: skip
 MIXTURES = {"dense_cat", "dense_einsum", "masked_list_sum"}
 """Of all experts: a layer is right, and made of it on a GPU alone."""
