@@ -31,7 +31,7 @@ def hold_kept(edits: Edits) -> None:
             insert = Inserter(edits, mask)
             counted = insert.call("view_as", insert.call("cumsum", insert.call("flatten", mask), 0), mask)
             kept.append(insert.call(torch.le, counted, stop))
-        insert.call(torch.stack, kept, -1)
+        insert.at(*kept).call(torch.stack, kept, -1)
 
 
 def _compared(mask: Value) -> Value:

@@ -206,16 +206,18 @@ def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> l
             mask_of[size] = None if size in mask_of else node.args[0]
     counts = []
     for size in map(_size_of, numbers):
-        most = [part for part in size.args if part.is_Integer] if size.func.__name__ == "Min" else []
-        (whole,) = size.free_symbols if most else {size}
-        mask = mask_of.get(whole)
+        parts = size.args if size.func.__name__ == "Min" else (size,)
+        most = [int(part) for part in parts if part.is_Integer]
+        whole = [part for part in parts if not part.is_Integer]
+        mask = mask_of.get(whole[0]) if len(whole) == 1 and min(most, default=0) >= 0 else None
         if mask is None or is_written({mask}) or fake_of(mask).device != like.device:
             return []
         flat = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
         for stop in most:
-            number = flat.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
-            below = _traced(tx, torch.le, [number, ConstantVariable.create(int(stop))])
-            flat = _traced(tx, torch.logical_and, [flat, below])
+            true = flat if fake_of(mask).dtype == torch.bool else flat.call_method(tx, "bool", [], {})
+            number = true.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
+            below = _traced(tx, torch.le, [number, ConstantVariable.create(stop)])
+            flat = _traced(tx, torch.logical_and, [true, below])
         counts.append(_traced(tx, torch.count_nonzero, [flat]))
     return counts
 

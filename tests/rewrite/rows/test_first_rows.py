@@ -164,6 +164,62 @@ def all_rows(e, weights, ids):
     return token, weights[token, k, None]
 
 
+def of_integers(e, weights, ids):
+    """The mask holds threes: its true elements are counted, not what they hold."""
+    token = torch.where(F.one_hot(ids, E).sum(1)[:, e] * 3)[0]
+    return token, (weights * (ids == e)).sum(-1)[token].unsqueeze(-1)
+
+
+def add_length_of_the_first(load, e, token):
+    load[e] += len(token[:C])
+
+
+def test_integers_select_rows():
+    torch.manual_seed(1)
+    assert layers_of(Layer(of_integers, add_length_of_the_first).double(), torch.randn(T, D, dtype=torch.float64)) == 1
+
+
+OTHER_NUMBERS = {
+    "of all rows twice": lambda token: min(2 * len(token), C),
+    "of repeated rows": lambda token: len(token.repeat(2)[:C]),
+    "of every second row": lambda token: len(token[::2][:3]),
+    "and three more": lambda token: min(len(token) + 3, C),
+    "less than none": lambda token: min(len(token), -1),
+}
+
+
+@pytest.mark.parametrize("number", OTHER_NUMBERS.values(), ids=OTHER_NUMBERS.keys())
+def test_the_lesser_of_another_number_and_a_room(number):
+    """Such a number is not that of the first rows, though the same size is all that it is made of."""
+    def counted(load, e, token):
+        load[e] += number(token)
+
+    torch.manual_seed(1)
+    layers_of(Layer(all_rows, counted).double(), torch.randn(T, D, dtype=torch.float64))
+
+
+class MasksFirst(Layer):
+    """All masks are made before experts take their rows in another order."""
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, dim=-1)
+        out, masks = torch.zeros_like(x), [ids == e for e in range(E)]
+        for e in reversed(range(E)):
+            token, k = (part[:C] for part in torch.where(masks[e]))
+            out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, k, None])
+        return out, ids
+
+
+def test_masks_in_another_order():
+    """What says which tokens are kept stands behind all masks: here the search ends with a reason, not with an error."""
+    torch.manual_seed(1)
+    layer, x = MasksFirst(None).double(), torch.randn(T, D, dtype=torch.float64)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(trained(layer, torch.compile(layer, backend=backend), x), trained(layer, layer, x))
+    declined = [c.reason for r in records if isinstance(r, moeblaze_compile.GraphRecord) for c in r.report.declined]
+    assert "INTERNAL" not in declined
+
+
 def fewer_than_there_is_room_for(e, weights, ids):
     """With 8 rows the program takes all, and 7 with the branch."""
     token, k = torch.where(ids == e)
