@@ -47,18 +47,18 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     if dtype == torch.bool and len(args) == 2:
         args = _compared(view, *args)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
-    xs = tuple(full(view, a, (), dtype) if isinstance(a, (int, float, bool)) else _of_size(view, a, args) for a in args)
+    xs = tuple(full(view, a, (), dtype) if isinstance(a, int | float | bool) else _of_size(view, name, a, args) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
         return joined[0]
     return view.make("pointwise", name, xs, params)
 
 
-def _of_size(view: GraphView, x: Any, beside: Sequence[Any]) -> Value:
-    """A tensor, or a size that integers are compared with: ``place < capacity``."""
+def _of_size(view: GraphView, name: str, x: Any, beside: Sequence[Any]) -> Value:
+    """A tensor, or a size that integers are less or greater than: ``place < capacity``; one that they equal is no number."""
     if not isinstance(x, sympy.Expr):
         return tensor(x)
     whole = all(other is x or (isinstance(other, Value) and other.dtype == torch.int64) for other in beside)
-    require(whole and output_dtype(view) == torch.bool and not free_unbacked_symbols(x), "a number beside integers")
+    require(whole and name in ("lt", "le", "gt", "ge") and not free_unbacked_symbols(x), "a number beside integers")
     return full(view, x, (), torch.int64)
 
 
