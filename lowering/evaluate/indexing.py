@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
-from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size
 from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -220,8 +220,8 @@ class IndexingRules(RunRules):
         for (_, key), (number, place) in permutations(enumerate(keys)):
             if self.algebra.counts_own(row, key, place):
                 before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
-                counts = [before + most for most in (row.args[1], self._most_of_one_key(row, key))]
-                there = any(_is_below(n, sizes[number]) for n in counts) or any(is_below(m, place, sizes[number]) for m in marks)
+                ends = [before + most + 1 for most in (row.args[1], self._most_of_one_key(row, key))]
+                there = any(is_at_most(end, sizes[number]) for end in ends) or any(is_below(m, place, sizes[number]) for m in marks)
                 return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
         return None
 
@@ -377,10 +377,6 @@ def _is_row(index: Expr, row: Expr) -> bool:
 
 def _is_token(index: Expr) -> bool:
     return index.height == 0 and bool(index.free) and all(var.args[2] == "t" for var in index.free)
-
-
-def _is_below(number: Size, size: Size) -> bool:
-    return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
 
 
 def _joined_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> tuple[str | None, Value]:

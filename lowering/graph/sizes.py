@@ -39,6 +39,11 @@ def same_size(a: Size, b: Size) -> bool:
     return a == b if isinstance(a, int) and isinstance(b, int) else _expanded(a) == _expanded(b)
 
 
+def is_at_most(number: Size | float, size: Size) -> bool:
+    """True if a number is known to be no more than a size; of symbols, where they are the same."""
+    return number <= size if isinstance(number, int | float) and isinstance(size, int) else same_size(number, size)
+
+
 @lru_cache(maxsize=1 << 16)
 def _expanded(size: Size) -> sympy.Expr:
     return sympy.expand(size)

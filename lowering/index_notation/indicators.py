@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, is_at_most
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, complement_of, factors_of
 
 
@@ -49,8 +49,7 @@ def is_below(mark: Expr, number: Expr, bound: Size) -> bool:
     if not is_order(mark) or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
         return False
     limit = mark.args[1][1]
-    end = limit.args[0] + int(mark.args[0] == "le") if limit.kind == "const" else None
-    return end <= bound if isinstance(end, int | float) and isinstance(bound, int) else end is not None and same_size(end, bound)
+    return limit.kind == "const" and is_at_most(limit.args[0] + int(mark.args[0] == "le"), bound)
 
 
 def is_indicator(e: Expr) -> bool:

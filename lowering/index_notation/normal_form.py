@@ -9,7 +9,7 @@ from itertools import accumulate, permutations
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
-from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size, size_of
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
@@ -78,11 +78,7 @@ class Algebra:
     def fits(self, e: Expr, size: Size) -> bool:
         """Whether a non-negative index expression stays below ``size``."""
         bound = self.extent(e)
-        if bound is None:
-            return False
-        if isinstance(bound, int) and isinstance(size, int):
-            return bound <= size
-        return same_size(bound, size)
+        return bound is not None and is_at_most(bound, size)
 
     def linear(self, constant: Size, terms: Iterable[tuple[Size, Expr]]) -> Expr:
         """``constant + sum(coefficient * expr)`` over integers."""
