@@ -221,7 +221,8 @@ class IndexingRules(RunRules):
             if self.algebra.counts_own(row, key, place):
                 before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
                 ends = [before + most + 1 for most in (row.args[1], self._most_of_one_key(row, key))]
-                there = any(is_at_most(end, sizes[number]) for end in ends) or any(is_below(m, place, sizes[number]) for m in marks)
+                places = sizes[number]
+                there = any(is_at_most(end, places) for end in ends) or any(is_below(m, place, places) for m in marks)
                 return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
         return None
 
