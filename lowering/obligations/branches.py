@@ -41,7 +41,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
-from moeblaze_ops.lowering.obligations.known_sizes import have_rows
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of, have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
 from moeblaze_ops.lowering.undoable_edits import Edits
@@ -294,7 +294,7 @@ class _Proof:
         sizes = {s: times for s, times in constant.as_coefficients_dict().items() if s in self.masks}
         constant -= sum(times * size for size, times in sizes.items())
         found = all_zero(condition.func, constant, {**terms, **sizes}, truth) if constant.is_Integer else []
-        return [part for zero in found for part in (zero, *(zero.free_symbols if _is_least(zero) else ()))]
+        return [part for zero in found for part in dict.fromkeys((zero, cut_of(zero)[0]))]
 
     def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
         """A size as a constant, and how often each count is added to it."""
@@ -323,16 +323,18 @@ class _Proof:
         if not all(isinstance(n, fx.Node) and isinstance(fake_of(n), torch.Tensor) for n in (before, after)):
             return self._same_number(_number(before), _number(after))
         one, other = self.view.value_at(before, self.first), self.view.value_at(after, self.last)
-        if self._is_shared(before, after) or not (_layout(before) == _layout(after) or self._are_first_rows(one, other)):
+        are_first = self._are_first_rows(one, other)
+        if self._is_shared(before, after) or not (are_first or _layout(before) == _layout(after)):
             return False
-        return self._same(one, other) or self._are_first_rows(one, other)
+        return are_first or self._same(one, other)
 
     def _are_first_rows(self, rows: Value, first: Value) -> bool:
         """True if ``first`` has the first ones of as many rows as there are no more of than it may have: ``rows[:C]``."""
         whole, part = (value.shape[0] if value.shape else 0 for value in (rows, first))
-        stop = next((n for n in part.args if n.is_Integer), -1) if _is_least(part) else -1
+        _, stop = cut_of(part)
         with suppress(NotCanonical):
-            return self.most.get(whole, stop + 1) <= stop and first_rows(self.view, rows, int(stop), part) is first
+            bounded = stop is not None and self.most.get(whole, stop + 1) <= stop
+            return bounded and first_rows(self.view, rows, stop, part) is first
         return False
 
     def _same_number(self, before: Size | None, after: Size | None) -> bool:
@@ -452,11 +454,6 @@ class _Proof:
         for variable in reversed([i for i in self.evaluator.variables(value) if i.kind == "var"]) if e is not None else ():
             e = self.evaluator.algebra.any(variable, e)
         return e
-
-
-def _is_least(size: Size) -> bool:
-    """True if ``size`` is the lesser one of two."""
-    return isinstance(size, sympy.Basic) and size.func.__name__ == "Min"
 
 
 def _number(operand: fx.Node | int) -> Size | None:

@@ -29,6 +29,13 @@ _PARTS = frozenset((
 ))  # fmt: skip
 
 
+def cut_of(size: Any) -> tuple[Any, int | None]:
+    """Return how many rows there are, and to how many they are cut: u and C of ``Min(u, C)``; any other size, and None."""
+    parts = size.args if isinstance(size, sympy.Basic) and size.func.__name__ == "Min" else ()
+    whole, numbers = ([part for part in parts if part.is_Integer is is_number] for is_number in (False, True))
+    return (whole[0], int(numbers[0])) if len(whole) == len(numbers) == 1 and numbers[0] >= 0 else (size, None)
+
+
 def known_sizes(view: GraphView) -> dict[sympy.Symbol, sympy.Expr]:
     """Sizes that only the data tell, by their symbols, as what they are by others."""
     if not any(map(_may_depend_on_data, view.position)):

@@ -33,7 +33,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import is_written, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
-from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, one_hot_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
 
@@ -205,20 +205,16 @@ def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> l
             size = size_of(tree_leaves(fake_of(node))[0].shape[0])
             mask_of[size] = None if size in mask_of else node.args[0]
     counts = []
-    for size in map(_size_of, numbers):
-        parts = size.args if size.func.__name__ == "Min" else (size,)
-        most = [int(part) for part in parts if part.is_Integer]
-        whole = [part for part in parts if not part.is_Integer]
-        mask = mask_of.get(whole[0]) if len(whole) == 1 and min(most, default=0) >= 0 else None
+    for whole, stop in map(cut_of, map(_size_of, numbers)):
+        mask = mask_of.get(whole)
         if mask is None or is_written({mask}) or fake_of(mask).device != like.device:
             return []
-        flat = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
-        for stop in most:
-            true = flat if fake_of(mask).dtype == torch.bool else flat.call_method(tx, "bool", [], {})
+        true = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
+        if stop is not None:
+            true = true if fake_of(mask).dtype == torch.bool else true.call_method(tx, "bool", [], {})
             number = true.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
-            below = _traced(tx, torch.le, [number, ConstantVariable.create(stop)])
-            flat = _traced(tx, torch.logical_and, [true, below])
-        counts.append(_traced(tx, torch.count_nonzero, [flat]))
+            true = _traced(tx, torch.logical_and, [true, _traced(tx, torch.le, [number, ConstantVariable.create(stop)])])
+        counts.append(_traced(tx, torch.count_nonzero, [true]))
     return counts
 
 
