@@ -31,7 +31,7 @@ def function_of(program, step):
 
 @triton.constexpr_function
 def is_constant(program, step, operand):
-    """Whether an operand of a step is a constant; those that a step does not have are its first one."""
+    """True if an operand of a step is a constant; those that a step does not have are its first one."""
     operands = program.split("|")[0].split(";")[step].split(" ")[1:]
     return not operands[operand if operand < len(operands) else 0].isdigit()
 

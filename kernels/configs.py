@@ -88,7 +88,7 @@ def shared_memory_bytes(capability: tuple[int, int]) -> int:
 
 
 def feeds_from_shared_memory(capability: tuple[int, int]) -> bool:
-    """Whether tensor cores read operands from shared memory (wgmma, tcgen05), which leaves registers to wider tiles."""
+    """True if tensor cores read operands from shared memory (wgmma, tcgen05), which leaves registers to wider tiles."""
     return capability[0] in (9, 10)
 
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 """Triton compiles for addresses and integers that are multiples of it."""
 
 IS_INTERPRETED = not isinstance(_nothing, JITFunction)
-"""Whether kernels run in Triton's interpreter, which is settled when they are decorated."""
+"""True if kernels run in Triton's interpreter, which is settled when they are decorated."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """What all kernels are compiled with: Triton 3.10 will fuse a product and a sum only where that is asked for."""
@@ -114,7 +114,7 @@ def size_hint(size: int) -> int | None:
 
 
 def is_multiple(size: int, block: int) -> bool:
-    """Whether ``size`` is known to be a multiple of ``block`` without a guard."""
+    """True if ``size`` is known to be a multiple of ``block`` without a guard."""
     return isinstance(size, int) and size % block == 0
 
 
@@ -176,6 +176,6 @@ def operands(tensor: torch.Tensor) -> Operands:
 
 
 def allows_tf32() -> bool:
-    """Whether torch lets fp32 matrix products round their operands to TF32."""
+    """True if torch lets fp32 matrix products round their operands to TF32."""
     # What ``torch.backends.cuda.matmul.fp32_precision`` reads, which compares its own name with six others first.
     return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

@@ -134,7 +134,7 @@ def bind_context() -> None:
 
 
 def _is_watched() -> bool:
-    """Whether a profiler wants to be told of launches."""
+    """True if a profiler wants to be told of launches."""
     return bool(getattr(knobs.runtime.launch_enter_hook, "calls", ()))
 
 
@@ -259,7 +259,7 @@ _LOCK = threading.Lock()
 
 
 def _are_apart(tensors: list[Tensor]) -> bool:
-    """Whether those that lie in one memory begin at one address."""
+    """True if those that lie in one memory begin at one address."""
     begins: dict[int, int] = {}
     for tensor in tensors:
         memory = tensor.untyped_storage().data_ptr()
@@ -274,7 +274,7 @@ def _contains(tensor: Tensor, address: int) -> bool:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether one is the other, perhaps detached, as a mode gets to see what functions make."""
+    """True if one is the other, perhaps detached, as a mode gets to see what functions make."""
     described = [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (tensor, other)]
     return described[0] == described[1]
 

@@ -58,7 +58,7 @@ def why_portable(
 
 
 def is_batch_invariant() -> bool:
-    """Whether no bit of a token's results may depend on the other tokens."""
+    """True if no bit of a token's results may depend on the other tokens."""
     return settings().batch_invariant
 
 
@@ -113,7 +113,7 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank) 
 
 
 def _is_described(weight: Tensor) -> bool:
-    """Whether TMA can read or write a weight: F or D contiguous, all else in steps of 16 bytes."""
+    """True if TMA can read or write a weight: F or D contiguous, all else in steps of 16 bytes."""
     *others, second, last = weight.stride()
     if last != 1 and second != 1:
         return False

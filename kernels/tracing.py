@@ -1,8 +1,8 @@
-"""Whether a trace is looking; knows nothing of Triton, which a machine without a GPU may lack."""
+"""True if a trace is looking; knows nothing of Triton, which a machine without a GPU may lack."""
 
 from torch._library.triton import is_wrap_triton_enabled
 
 
 def is_traceable() -> bool:
-    """Whether what is launched has to be visible to a trace; the eager implementations of the ops switch that off."""
+    """True if what is launched has to be visible to a trace; the eager implementations of the ops switch that off."""
     return is_wrap_triton_enabled()

@@ -35,7 +35,7 @@ def first_line(text: str) -> str:
 
 
 def checkpoints_eagerly(reason: str) -> bool:
-    """Whether Dynamo leaves all to eager mode that a function checkpoints: it changes something outside, or is called by torch.
+    """True if Dynamo leaves all to eager mode that a function checkpoints: it changes something outside, or is called by torch.
 
     collected.append(router_logits), checkpoint_sequential(blocks, 2, x)      but not  return router_logits, checkpoint(block, x)
     """

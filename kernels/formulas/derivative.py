@@ -17,7 +17,7 @@ from moeblaze_ops.kernels.formulas.composites import sign
 from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, interned, number
 
 CLAMPS_MOVE_AT_BOUNDS = torch.__version__ < "2.14"
-"""Whether the gradient of torch's clamp is one at its bounds."""
+"""True if the gradient of torch's clamp is one at its bounds."""
 
 CHOICE = "choice"
 
@@ -104,7 +104,7 @@ _RELATIVE: dict[str, Callable[[Node], Node]] = {
 
 
 def _is_between(x: Node, low: float, high: float) -> Node:
-    """Whether a clamp of ``x`` has a derivative there: NaN has none."""
+    """True if a clamp of ``x`` has a derivative there: NaN has none."""
     less, greater = ("le", "ge") if CLAMPS_MOVE_AT_BOUNDS else ("lt", "gt")
     if low == -high:
         return apply(less, apply("abs", x), number(high))

@@ -101,7 +101,7 @@ def _unordered(root: Node, double: bool) -> int:
 
 
 def is_gated(activation: str) -> bool:
-    """Whether it has a gate and an up half."""
+    """True if it has a gate and an up half."""
     return "h" not in symbols_of(formula_of(activation))
 
 
@@ -112,7 +112,7 @@ def num_parameters(activation: str) -> int:
 
 
 def is_zero_at_zero(activation: str) -> bool:
-    """Whether an activation of zeros is zero; one with parameters counts as none."""
+    """True if an activation of zeros is zero; one with parameters counts as none."""
     if num_parameters(activation):
         return False
     values: dict[Node, Node] = {}

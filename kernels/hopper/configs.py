@@ -312,7 +312,7 @@ def up_tile(columns: int, parts: int, few_rows: bool) -> Tile:
 
 
 def reads_more_than_cached(tile: Tile, num_bytes: int) -> bool:
-    """Whether tokens of so many bytes are nearly all that a product with this tile reads, and too many for L2."""
+    """True if tokens of so many bytes are nearly all that a product with this tile reads, and too many for L2."""
     return tile.block_n <= _FEW_COLUMNS and num_bytes > _CACHED_BYTES
 
 

@@ -87,7 +87,7 @@ def bias_stride(biases: list[Tensor]) -> int | None:
 
 
 def needs_wide_offsets(tensor: Tensor) -> bool:
-    """Whether offsets of its elements exceed 32 bits; narrow ones spare the gathering warps half of their arithmetic."""
+    """True if offsets of its elements exceed 32 bits; narrow ones spare the gathering warps half of their arithmetic."""
     return tensor.shape[0] * tensor.stride(0) >= 2**31
 
 

@@ -48,7 +48,7 @@ def _few_slots_kernel(
 
 
 def has_few_slots(experts_TK: Tensor, num_experts: int) -> bool:
-    """Whether one program groups the slots; never where their number is only known when the code runs."""
+    """True if one program groups the slots; never where their number is only known when the code runs."""
     slots = static_size(experts_TK.shape[0] * experts_TK.shape[1])
     return slots is not None and slots <= _MOST_SLOTS and num_experts + 2 <= choose_dispatch(num_experts).bins
 

@@ -40,7 +40,7 @@ def _unused_tokens_kernel(
 
 
 def has_single_rows(positions_TK: Tensor, product: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether the rows of a projection are results: one expert a token, and a product of few channels if any."""
+    """True if the rows of a projection are results: one expert a token, and a product of few channels if any."""
     num_channels = 0 if product is None else static_size(product[0].shape[1])
     return static_size(positions_TK.shape[1]) == 1 and num_channels is not None and num_channels <= FEW_CHANNELS
 

@@ -166,7 +166,7 @@ class Evaluator(IndexingRules):
         return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
 
     def may_be_outside(self, index: Expr, size: Size) -> bool:
-        """Whether an index is a number that data give, for which a subscript counts from the end or raises an error."""
+        """True if an index is a number that data give, for which a subscript counts from the end or raises an error."""
         given = index.kind == "nonzero" or (index.kind == "leaf" and not index.args[0].is_permutation)
         return given and not self.algebra.fits(index, size)
 
@@ -444,7 +444,7 @@ class Evaluator(IndexingRules):
 
 
 def _is_only_feature(index: Expr) -> bool:
-    """Whether an index is the feature of an output that has one."""
+    """True if an index is the feature of an output that has one."""
     return index.kind == "var" and index.args[1:] == (1, "d")
 
 

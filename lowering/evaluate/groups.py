@@ -166,7 +166,7 @@ class GroupRules:
         return number if key is not None and key.kind == "group" and key.args == (*group.args[:2], row) else None
 
     def _counts(self, number: Expr, counts: Expr, keys: Value) -> bool:
-        """Whether ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once.
+        """True if ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once.
 
         Keys below all numbers would stand in front of the first group.
         """
@@ -191,7 +191,7 @@ class GroupRules:
         return self.element(order.args[0], (read,)) if self._counts(run.var, run.counts, order.args[0]) else None
 
     def counts_true(self, number: Expr, counts: Expr, mask: Value, dim: int) -> bool:
-        """Whether ``counts`` is how many true elements of a mask have ``number`` as their index of one axis, of all of it."""
+        """True if ``counts`` is how many true elements of a mask have ``number`` as their index of one axis, of all of it."""
         return same_size(number.args[1], mask.shape[dim]) and counts is self.true_at(mask, dim, number)
 
     def true_at(self, mask: Value, dim: int, number: Expr) -> Expr:
@@ -222,7 +222,7 @@ class Run:
 
 
 def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, num_groups: Size | None = None) -> bool:
-    """Whether ``counts`` of all numbers add up to at most ``num_rows``, of those below ``num_groups`` to as many, if given."""
+    """True if ``counts`` of all numbers add up to at most ``num_rows``, of those below ``num_groups`` to as many, if given."""
     return (most := sum_of_counts(algebra, number, counts, num_groups)) is not None and same_size(most, num_rows)
 
 

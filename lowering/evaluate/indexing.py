@@ -48,14 +48,14 @@ class IndexingRules(RunRules):
         return e
 
     def _may_count_from_end(self, index: Expr) -> bool:
-        """Whether a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
+        """True if a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
 
             w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
         """
         return not never_negative(index, dict.fromkeys(subexpressions(index, self._counts_its_own), 1))
 
     def _counts_its_own(self, atom: Expr) -> bool:
-        """Whether a running count has counted the row that it is read at: it is 1 or more.
+        """True if a running count has counted the row that it is read at: it is 1 or more.
 
             one_hot(ids, E).cumsum(0)[rows, ids]        but not  one_hot(ids, E).cumsum(0)[rows, ids - 1]
         """

@@ -26,13 +26,13 @@ def is_weight(value: Value, *, gathered: bool) -> bool:
 
 
 def is_no_projection(contract: Value) -> bool:
-    """Whether one of what is multiplied is a mask, or nothing is summed."""
+    """True if one of what is multiplied is a mask, or nothing is summed."""
     xs, labels, out = contract.args
     return any(map(is_mask, xs)) or set("".join(labels)) <= set(out)
 
 
 def projects(value: Value) -> bool:
-    """Whether a value is a product with a matrix that the caller passes in."""
+    """True if a value is a product with a matrix that the caller passes in."""
     return value.op == "grouped_mm" or (value.op == "contract" and any(is_weight(x, gathered=False) for x in value.args[0]))
 
 

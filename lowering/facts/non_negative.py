@@ -20,7 +20,7 @@ _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
 
 
 def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
-    """Whether ids that the graph computes are from 0 on; what it is given, or an operator without a form gives, is trusted."""
+    """True if ids that the graph computes are from 0 on; what it is given, or an operator without a form gives, is trusted."""
     return _least(ids, floors) >= 0
 
 

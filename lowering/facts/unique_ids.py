@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
 def are_distinct(algebra: Algebra, ids: Expr, slot: Expr) -> bool:
-    """Whether ``ids`` differ for different values of the variable ``slot``, whatever the other variables are.
+    """True if ``ids`` differ for different values of the variable ``slot``, whatever the other variables are.
 
     They do if they tell the slot: as an index of a top-k tells its place in it, and this place whatever it is made of.
     """

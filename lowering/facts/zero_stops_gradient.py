@@ -37,7 +37,7 @@ def fades(e: Expr) -> bool:
 
 
 def is_rectified(value: Value) -> bool:
-    """Whether all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
+    """True if all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
     while value.dtype.is_floating_point and (value.op in ELEMENTS_OF_FIRST or value.op == "cast"):
         value = value.args[0]
     return value.op == "pointwise" and value.args[0] == "relu"

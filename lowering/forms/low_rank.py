@@ -101,7 +101,7 @@ def _labels(product: Value, second: Value, first: Value, own: tuple, outer: tupl
 
 
 def _fits(w: Value, lw: str, factors: Sequence[Value], labels: Sequence[str]) -> bool:
-    """Whether the product of the factors is no larger than the weight: one that all experts share has no sum with theirs."""
+    """True if the product of the factors is no larger than the weight: one that all experts share has no sum with theirs."""
     sizes = dict(zip(lw, w.shape, strict=True))
     axes = [axis for factor, label in zip(factors, labels, strict=True) for axis in zip(label, factor.shape, strict=True)]
     return all(same_size(size, 1) or same_size(size, sizes[letter]) for letter, size in axes if letter in sizes)

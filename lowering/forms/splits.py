@@ -78,7 +78,7 @@ def _rows_joined(view: GraphView, xs: Any, size: Any) -> Value:
 
 
 def is_between_numbers(part: Any) -> bool:
-    """Whether a part of a subscript is a slice with a bound that only the data tell."""
+    """True if a part of a subscript is a slice with a bound that only the data tell."""
     return isinstance(part, slice) and (_is_of_data(part.start) or _is_of_data(part.stop))
 
 

@@ -259,7 +259,7 @@ def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
 
 
 def is_scattered_over(x: Value, number: float) -> bool:
-    """Whether ``x`` is values stored by `scatter` into a tensor of one number."""
+    """True if ``x`` is values stored by `scatter` into a tensor of one number."""
     return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
 
 

@@ -17,7 +17,7 @@ _OTHERS = ("input", "low_rank", "full")
 
 
 def is_computed_weight(value: Value) -> bool:
-    """Whether a value has at least two axes, and is the result of an operator that is no view, on the model's state alone.
+    """True if a value has at least two axes, and is the result of an operator that is no view, on the model's state alone.
 
     What such a result is cast to, or seen as in another shape, is a weight of its own.
     """
@@ -33,7 +33,7 @@ def _is_of_state(value: Value) -> bool:
 
 
 def _is_rounded(value: Value) -> bool:
-    """Whether a value is cast to a dtype after it was rounded to another, which the operators do not."""
+    """True if a value is cast to a dtype after it was rounded to another, which the operators do not."""
     dtypes = [value.dtype]
     while value.op in VIEWS and value.op not in ("stack", "cat"):
         value = value.args[0]
@@ -43,5 +43,5 @@ def _is_rounded(value: Value) -> bool:
 
 
 def _is_multiple(value: Value) -> bool:
-    """Whether a value is a number times another value."""
+    """True if a value is a number times another value."""
     return value.op == "pointwise" and value.args[0] == "mul" and sum(x.op != "full" for x in value.args[1]) == 1

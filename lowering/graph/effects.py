@@ -20,14 +20,14 @@ _CHANGES_TENSORS = frozenset(("batch_norm", "instance_norm", "_set_tensor_requir
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node may write to a tensor, draw random numbers, or run a graph or a function that may."""
+    """True if a node may write to a tensor, draw random numbers, or run a graph or a function that may."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     return bool(written_nodes(node)) or "out" in node.kwargs or acts_beside_tensors(node)
 
 
 def acts_beside_tensors(node: fx.Node) -> bool:
-    """Whether more may be seen of an operator than the tensors that it gives and writes to.
+    """True if more may be seen of an operator than the tensors that it gives and writes to.
 
         torch.rand_like(h), h.bernoulli_()      the next number of torch's generator is another
         mylib.log(h), checkpoint(f, h)          of what is not torch's, and of graphs, nothing is known

@@ -26,7 +26,7 @@ def fake_result(mode: FakeTensorMode, target: Callable | str, args: tuple, kwarg
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows through a value of the graph, or one of several."""
+    """True if a gradient flows through a value of the graph, or one of several."""
     return any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
 
 
@@ -42,5 +42,5 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def has_storage(node: fx.Node) -> bool:
-    """Whether a tensor has memory that its aliases can be told by."""
+    """True if a tensor has memory that its aliases can be told by."""
     return storage_of(node) is not None

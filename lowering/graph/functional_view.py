@@ -89,7 +89,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def is_on_plain_tensors(node: fx.Node) -> bool:
-    """Whether no operand is of a class that computes operators in its own way, as DTensor does."""
+    """True if no operand is of a class that computes operators in its own way, as DTensor does."""
     return not any(map(is_traceable_wrapper_subclass, map(fake_of, node.all_input_nodes)))
 
 
@@ -131,7 +131,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
-    """Whether something writes to memory of these nodes, behind the first of them or behind another one."""
+    """True if something writes to memory of these nodes, behind the first of them or behind another one."""
     storages = {storage_of(node) for node in nodes}
     step = min(nodes) if since is None else since
     while step.op != "root" and not any(storage_of(written) in storages for written in written_nodes(step)):
@@ -159,7 +159,7 @@ def constant_of(node: fx.Node, are_written: Callable[[set[fx.Node]], bool] = is_
 
 
 def _has_unknown_writes(node: fx.Node) -> bool:
-    """Whether nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
+    """True if nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         bodies = [body for operand in node.all_input_nodes if (body := _body(operand)) is not None]
         steps = [step for body in bodies for step in body.graph.nodes if step.op != "output"]
@@ -349,7 +349,7 @@ class GraphView:
         self._last_writes[_buffer(target)] = node
 
     def _is_detached(self, node: fx.Node) -> bool:
-        """Whether autograd may not see that a tensor shares memory; a function of the user may hide it."""
+        """True if autograd may not see that a tensor shares memory; a function of the user may hide it."""
         name = operator_name(node)
         if name in _DETACHING or self.is_without_gradient(node):
             return True
@@ -408,16 +408,16 @@ class GraphView:
         return not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
 
     def _is_switched(self, node: fx.Node) -> bool:
-        """Whether a block that the graph itself switches gradients off or on for holds a node."""
+        """True if a block that the graph itself switches gradients off or on for holds a node."""
         return any(name in GRADIENT_MODES for name, _ in self.context[node])
 
     def is_gradient_off(self, node: fx.Node) -> bool:
-        """Whether a block that the graph itself switches gradients off for holds a node."""
+        """True if a block that the graph itself switches gradients off for holds a node."""
         modes = [(name, args[0]) for name, args in self.context[node] if name in GRADIENT_MODES]
         return modes[-1:] in _GRADIENT_OFF
 
     def has_tangents(self, node: fx.Node) -> bool:
-        """Whether a node may compute derivatives forward, which none of our operators does."""
+        """True if a node may compute derivatives forward, which none of our operators does."""
         return any(name == "_enter_dual_level" for name, _ in self.context[node])
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:

@@ -99,7 +99,7 @@ _READ_TWO = frozenset((
 
 
 def _is_of_numpy(target: Any) -> bool:
-    """Whether Dynamo wraps an operator, a function or a method of numpy, as ``wrapped_add``."""
+    """True if Dynamo wraps an operator, a function or a method of numpy, as ``wrapped_add``."""
     return type(target).__module__ == "torch._dynamo.utils" and type(target).__name__.startswith("numpy_")
 
 
@@ -115,7 +115,7 @@ def _name_in_numpy(node: fx.Node) -> str:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a function or a method of tensors is torch's or Python's.
+    """True if a function or a method of tensors is torch's or Python's.
 
     ``F.silu`` is. A function of the user is not, whatever names it took over from torch's (``functools.wraps(F.silu)``) and
     wherever it was put (``F.silu = silu``).

@@ -30,7 +30,7 @@ def stored_number(number: float, dtype: torch.dtype) -> float | None:
 
 
 def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
-    """Whether a cast to ``dtype`` changes no number of ``source``: to fp32 of bf16, not to bf16 of fp16."""
+    """True if a cast to ``dtype`` changes no number of ``source``: to fp32 of bf16, not to bf16 of fp16."""
     if dtype == source or source == torch.bool:
         return True
     if dtype == torch.bool or dtype.is_complex or source.is_complex:
@@ -52,7 +52,7 @@ def underflows_no_earlier(dtype: torch.dtype, source: torch.dtype) -> bool:
 
 
 def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether casts from one dtype to the next lose more than a cast of the first to the last does.
+    """True if casts from one dtype to the next lose more than a cast of the first to the last does.
 
     fp32, bf16, fp32 do; fp32, bf16 and bf16, fp32, fp16 do not, nor does one dtype alone.
     """

@@ -61,7 +61,7 @@ def is_indicator(e: Expr) -> bool:
 
 
 def _has_one_term(var: Expr, body: Expr) -> bool:
-    """Whether a sum of comparisons has one term that is not zero at most, as where ids that differ are compared with a number.
+    """True if a sum of comparisons has one term that is not zero at most, as where ids that differ are compared with a number.
 
         sum_k [ids[t, k] = e]       of ids that were stored for each k, one over another; not of those of which the sum was taken
     """

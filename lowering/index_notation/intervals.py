@@ -15,7 +15,7 @@ _INTEGERS = frozenset(("div", "mod", "nonzero", "inverse"))
 
 
 def is_integer(e: Expr) -> bool:
-    """Whether an expression is an index, or an integer that a tensor holds; a variable of no extent stands for any number."""
+    """True if an expression is an index, or an integer that a tensor holds; a variable of no extent stands for any number."""
     if e.kind == "var":
         return e.args[1] != 0
     if e.kind == "const":
@@ -26,17 +26,17 @@ def is_integer(e: Expr) -> bool:
 
 
 def is_bound(e: Expr) -> bool:
-    """Whether an integer is no less than a number, or below one."""
+    """True if an integer is no less than a number, or below one."""
     return e.kind == "call" and e.args[0] in ("ge", "lt") and _is_told(*e.args[1])
 
 
 def _is_told(atom: Expr, number: Expr) -> bool:
-    """Whether a comparison of the two says between which numbers an integer lies."""
+    """True if a comparison of the two says between which numbers an integer lies."""
     return number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
 
 
 def _has_bounds(e: Expr) -> bool:
-    """Whether comparisons with numbers are intervals: of an integer, but not of a place among tokens or slots."""
+    """True if comparisons with numbers are intervals: of an integer, but not of a place among tokens or slots."""
     return e.kind in ("leaf", "div", "mod") and is_integer(e)
 
 

@@ -76,7 +76,7 @@ class Algebra:
     extent = staticmethod(extent)
 
     def fits(self, e: Expr, size: Size) -> bool:
-        """Whether a non-negative index expression stays below ``size``."""
+        """True if a non-negative index expression stays below ``size``."""
         bound = self.extent(e)
         return bound is not None and is_at_most(bound, size)
 
@@ -320,7 +320,7 @@ class Algebra:
         return None
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
-        """Whether the place of a row counts the rows up to it that have its key: rows of one key have different places."""
+        """True if the place of a row counts the rows up to it that have its key: rows of one key have different places."""
         count = place.args[1][0][1] if place.kind == "linear" and len(place.args[1]) == 1 else place
         if row.kind != "var" or count.kind != "prefix":
             return False
@@ -549,7 +549,7 @@ def _is_whole(e: Expr) -> bool:
 
 
 def _is_number(e: Expr) -> bool:
-    """Whether it equals itself: NaN does not."""
+    """True if it equals itself: NaN does not."""
     return _is_whole(e) or (e.kind == "const" and e.args[0] == e.args[0]) or (e.kind == "cast" and _is_number(e.args[1]))
 
 

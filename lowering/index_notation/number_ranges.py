@@ -55,14 +55,14 @@ def exact_quotient(number: Size, size: Size) -> Size | None:
 
 
 def may_be_negative(number: Size) -> bool:
-    """Whether a number is below zero or none, or may be below zero for some sizes."""
+    """True if a number is below zero or none, or may be below zero for some sizes."""
     if isinstance(number, int | float):
         return not number >= 0
     return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 
 def holds(dtype: torch.dtype, e: Expr) -> bool:
-    """Whether ``dtype`` holds all that an index may be; sizes that are symbols are those of tensors in memory."""
+    """True if ``dtype`` holds all that an index may be; sizes that are symbols are those of tensors in memory."""
     if dtype not in _LARGEST or e.kind not in ("const", "linear"):
         return True
     constant, terms = e.args if e.kind == "linear" else (e.args[0], ())

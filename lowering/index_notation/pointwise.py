@@ -83,7 +83,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
 
 
 def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
-    """Whether the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
+    """True if the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
     end = algebra.extent(a)
     if not isinstance(end, int) or b.kind != "const" or not isinstance(b.args[0], int | float):
         return None
@@ -92,7 +92,7 @@ def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
 
 
 def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) -> bool:
-    """Whether the whole range of the index ``a`` lies inside the bounds."""
+    """True if the whole range of the index ``a`` lies inside the bounds."""
     end = algebra.extent(a)
     return isinstance(end, int) and (lower is None or lower <= 0) and (upper is None or end - 1 <= upper)
 

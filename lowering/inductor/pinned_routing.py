@@ -109,7 +109,7 @@ def _pin_behind_weights(graph: fx.Graph, returned: list[fx.Node]) -> None:
 
 
 def _goes_on(rows: fx.Node) -> bool:
-    """Whether rows of what has come back to a host go on to another one."""
+    """True if rows of what has come back to a host go on to another one."""
     return rows.target is torch.ops.aten.slice.Tensor and any(user.target in _GOES_BACK for user in rows.users)
 
 
@@ -136,5 +136,5 @@ def _is_discrete(node: fx.Node) -> bool:
 
 
 def _gives(source: fx.Node, item: fx.Node) -> bool:
-    """Whether ``item`` is one of several results of ``source``."""
+    """True if ``item`` is one of several results of ``source``."""
     return item.target is operator.getitem and source.op == "call_function"

@@ -63,7 +63,7 @@ def _padded(node: fx.Node) -> tuple:
 
 
 def _is_of_same(node: fx.Node, other: fx.Node) -> bool:
-    """Whether both are such gradients of the same logits and of the same tokens."""
+    """True if both are such gradients of the same logits and of the same tokens."""
     return other.target == node.target and not other.kwargs and node.args[2:_ADDED] == other.args[2:_ADDED]
 
 
@@ -197,7 +197,7 @@ def _count_of_iota(node: fx.Node) -> int:
 
 
 def _is_of_layer(ids: fx.Node) -> bool:
-    """Whether the ids are what a recognised router gave, or what is dispatched."""
+    """True if the ids are what a recognised router gave, or what is dispatched."""
     source = _unwidened(ids)
     while source.target in _VIEWS:
         source = _unwidened(source.args[0])

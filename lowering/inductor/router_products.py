@@ -82,7 +82,7 @@ def _is_transposed(node: fx.Node) -> bool:
 
 
 def feeds_route(node: fx.Node) -> bool:
-    """Whether a router's logits are made of this node."""
+    """True if a router's logits are made of this node."""
     for user in node.users:
         if user.target in _ROUTES and user.args[0] is node:
             return True
@@ -92,7 +92,7 @@ def feeds_route(node: fx.Node) -> bool:
 
 
 def comes_from_route(node: fx.Node) -> bool:
-    """Whether this is made of the gradient of a router's logits."""
+    """True if this is made of the gradient of a router's logits."""
     seen, left = {node}, [node]
     while left:
         node = left.pop()

@@ -40,7 +40,7 @@ def join_columns(cat: fx.Node) -> None:
 
 
 def _feeds_dispatch(node: fx.Node, depth: int) -> bool:
-    """Whether the ids of a layer are made of this node, element by element."""
+    """True if the ids of a layer are made of this node, element by element."""
     for user in node.users:
         if user.target == torch.ops.moeblaze.dispatch.default and user.args[0] is node:
             return True

@@ -122,7 +122,7 @@ def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: li
 
 
 def _is_only_rounded(mm: fx.Node) -> bool:
-    """Whether nothing reads the product but a cast to bf16, which the product then makes itself."""
+    """True if nothing reads the product but a cast to bf16, which the product then makes itself."""
     return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
 
 

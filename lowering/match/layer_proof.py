@@ -75,7 +75,7 @@ def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
 
 
 def _keeps_shape(node: fx.Node) -> bool:
-    """Whether a value has the shape of what it is computed of first."""
+    """True if a value has the shape of what it is computed of first."""
     values = [fake_of(each) for each in (node, *node.all_input_nodes[:1])]
     sizes = [[size_of(size) for size in value.shape] for value in values if isinstance(value, torch.Tensor)]
     return len(sizes) == 2 and same_shape(*sizes)
@@ -158,7 +158,7 @@ class _Routed:
 
     @property
     def is_dense(self) -> bool:
-        """Whether experts compare ids with their numbers; else ids select their weights."""
+        """True if experts compare ids with their numbers; else ids select their weights."""
         return self.routings[0].expert is not None
 
     @property
@@ -172,7 +172,7 @@ class _Routed:
 
     @property
     def is_by_number(self) -> bool:
-        """Whether every factor of a score is one of all experts alike."""
+        """True if every factor of a score is one of all experts alike."""
         return not (self.kept or self.scored) and all(scale.width is not None for scale in self.scales)
 
 

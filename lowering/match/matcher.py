@@ -124,7 +124,7 @@ class Matcher:
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline], *, scores: bool = True) -> bool:
-        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``.
+        """True if all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``.
 
         Behind others, one without projections needs two terms of its own to be like a layer. ``scores``: as ``is_sum_of`` has it.
         """
@@ -142,7 +142,7 @@ class Matcher:
         return is_sum_of(outer.chosen, [layer.chosen for layer in layers], scores=scores)
 
     def _is_again(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
-        """Whether a layer is one of those found, whose result it depends on: ``y`` and ``y + unknown(y)``, where y = layer(x)."""
+        """True if a layer is one of those found, whose result it depends on: ``y`` and ``y + unknown(y)``, where y = layer(x)."""
 
         def operands(layer: MoEMatch) -> tuple:
             x = unshaped(self.view, layer.x.node, layer.root)
@@ -151,11 +151,11 @@ class Matcher:
         return any(self._is_behind(inner, outer) and operands(inner) == operands(outer) for inner in found)
 
     def _is_step(self, part: MoEMatch | Decline, whole: MoEMatch | Decline) -> bool:
-        """Whether a candidate is a step of the sum of another, which has more experts."""
+        """True if a candidate is a step of the sum of another, which has more experts."""
         return self._is_behind(part, whole) and is_fewer(part.chosen, whole.chosen)
 
     def _is_beginning(self, part: Decline, whole: Decline) -> bool:
-        """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
+        """True if a candidate without experts is a step of the sum of another, to which experts with projections come later."""
         begins = not part.has_experts and whole.has_experts and part.ids <= whole.ids
         return begins and self._is_behind(part, whole)
 
@@ -180,7 +180,7 @@ class Matcher:
         return reached(self.view, self._combining)
 
     def _is_behind(self, inner: MoEMatch | Decline, outer: MoEMatch | Decline) -> bool:
-        """Whether a result depends on that of another."""
+        """True if a result depends on that of another."""
         return inner.root is not outer.root and self._behind[outer.root] >> self._combining[inner.root] & 1 == 1
 
     def _grouped(self, value: Value) -> Grouped:
@@ -396,7 +396,7 @@ def _is_row_product(e: Expr) -> bool:
 
 
 def _is_vector(term: Expr, feature: Expr) -> bool:
-    """Whether features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index.
+    """True if features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index.
 
     x * (ids == e)[:, None]      but not  score[:, None] * F.one_hot(ids, E) * (F.one_hot(ids, E).cumsum(0) < capacity)
     """

@@ -77,7 +77,7 @@ def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.
 
 
 def _acts(view: GraphView, node: fx.Node) -> bool:
-    """Whether an operator of which the value is not known, since nothing depends on it, does more than to give it.
+    """True if an operator of which the value is not known, since nothing depends on it, does more than to give it.
 
         F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
         F.silu(F.dropout(g, 0.0)) * u               is known to give g

@@ -31,7 +31,7 @@ def _addends(value: Value) -> Iterator[Value]:
 
 
 def adds(total: Value, x: Value) -> bool:
-    """Whether a way leads from ``x`` to ``total`` on which no projection lies.
+    """True if a way leads from ``x`` to ``total`` on which no projection lies.
 
     out = out + expert(x) * share                   none, whatever ``share`` is projected from
     out = out + x * share                           one

@@ -56,7 +56,7 @@ def grouped(experts: Counter) -> Grouped:
 
 
 def is_part(sum_: Grouped, whole: Grouped) -> bool:
-    """Whether a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
+    """True if a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
 
     ``whole`` may be the sum of several layers that share their ids. What it has of a layer for other tokens is no sum of parts.
 
@@ -78,7 +78,7 @@ def is_fewer(part: Counter, whole: Counter) -> bool:
 
 
 def is_sum_of(whole: Counter, layers: Sequence[Counter], *, scores: bool = True) -> bool:
-    """Whether all experts of ``whole`` may be those of the layers; without ``scores`` only those count that ids choose.
+    """True if all experts of ``whole`` may be those of the layers; without ``scores`` only those count that ids choose.
 
         sum over s of gate(h)[s] * h[s], where h = layer(x) + mix @ x           the layer, and a gate's terms: hyper-connections
     """

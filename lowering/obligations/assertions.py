@@ -255,7 +255,7 @@ class _Known:
         return algebra.sum(slot, body) if self._is_once(slot, body) else count
 
     def _is_once(self, slot: Expr, hit: Expr) -> bool:
-        """Whether a token's ids equal a number in one slot at most."""
+        """True if a token's ids equal a number in one slot at most."""
         keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
         return len(keys) == 1 and are_distinct(self.evaluator.algebra, keys[0], slot)
 

@@ -1,4 +1,4 @@
-"""Whether the work of a branch on data does nothing where its condition says that it is not to be done.
+"""True if the work of a branch on data does nothing where its condition says that it is not to be done.
 
 `tracing.branches` traces the work and leaves the condition. It is dropped where the elements of all that the work writes, and
 of all that is another tensor afterwards, are what they were before, once everything that the condition says is zero is zero:
@@ -344,7 +344,7 @@ class _Proof:
         return constant == 0 and all(self.zeros.without(e) is self.evaluator.algebra.zero for e in terms)
 
     def _is_shared(self, before: fx.Node, after: fx.Node) -> bool:
-        """Whether it is seen that one tensor became two: one of them is written later, and the other read."""
+        """True if it is seen that one tensor became two: one of them is written later, and the other read."""
         one, other = self.view.aliases(before), self.view.aliases(after)
         if before in other:
             return False
@@ -359,7 +359,7 @@ class _Proof:
         return False
 
     def is_empty(self, part: fx.Node) -> bool:
-        """Whether a tensor has no rows."""
+        """True if a tensor has no rows."""
         fake = fake_of(part)
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
@@ -389,7 +389,7 @@ class _Proof:
         return None
 
     def _writes_nothing(self, write: fx.Node) -> bool:
-        """Whether a write leaves everything as it is.
+        """True if a write leaves everything as it is.
 
             out[0] += 0 * loss      ->  both of its writes do: the sum, and storing it where it was
         """

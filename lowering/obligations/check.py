@@ -1,4 +1,4 @@
-"""Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
+"""True if a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
 from collections.abc import Iterable, Iterator
 
@@ -33,7 +33,7 @@ def unproven(gm: fx.GraphModule) -> str | None:
 
 
 def has_numbers(gm: fx.GraphModule) -> bool:
-    """Whether numbers of a tensor's elements are in a graph, or what tracing made of them."""
+    """True if numbers of a tensor's elements are in a graph, or what tracing made of them."""
     return any(target_name(node) in _OF_NUMBERS and not is_of_host(node) for node in all_nodes(gm))
 
 
@@ -147,14 +147,14 @@ def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:
 
 
 def _selects_rows(graph: fx.Graph) -> bool:
-    """Whether a node gives rows, whose number only the data tell, of a tensor with features."""
+    """True if a node gives rows, whose number only the data tell, of a tensor with features."""
     tensors = (fake for node in graph.nodes if isinstance(fake := fake_of(node), torch.Tensor))
     rows = (fake for fake in tensors if fake.dtype.is_floating_point and fake.dim() > 1)
     return any(free_unbacked_symbols(fake.shape[:1]) for fake in rows)
 
 
 def _reads_a_number(graph: fx.Graph) -> bool:
-    """Whether anything but an assertion reads a number on the host that only the data tell.
+    """True if anything but an assertion reads a number on the host that only the data tell.
 
         self.counts = counts.tolist(), counts = x.new_tensor([len(rows)])       but not     assert counts[0].item() < 8
     """

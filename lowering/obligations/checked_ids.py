@@ -84,7 +84,7 @@ def assert_in_range(edits: Edits, checked: CheckedIds) -> fx.Node:
 
 
 def _is_of_ids(index: fx.Node) -> bool:
-    """Whether an index holds whole numbers, as many as the graph tells. Under vmap ``one_hot`` checks none."""
+    """True if an index holds whole numbers, as many as the graph tells. Under vmap ``one_hot`` checks none."""
     fake = fake_of(index)
     integers = isinstance(fake, torch.Tensor) and not fake.is_floating_point() and fake.dtype != torch.bool
     return integers and has_storage(index) and not free_unbacked_symbols(fake)

@@ -34,7 +34,7 @@ def guarded_inputs(gm: fx.GraphModule, work: Collection[fx.Node]) -> dict[fx.Nod
 
 
 def gains_gradient(before: fx.Node | int, after: fx.Node | int) -> bool:
-    """Whether a gradient flows through a tensor that a branch leaves, and through none that the program has without it.
+    """True if a gradient flows through a tensor that a branch leaves, and through none that the program has without it.
 
         bonus = torch.zeros(D)
         if mask.any():
@@ -44,7 +44,7 @@ def gains_gradient(before: fx.Node | int, after: fx.Node | int) -> bool:
 
 
 def gives_gradient(write: fx.Node, target: fx.Node) -> bool:
-    """Whether a tensor that no gradient flows through is written to with one: ``bonus += scale`` of zeros."""
+    """True if a tensor that no gradient flows through is written to with one: ``bonus += scale`` of zeros."""
     made_of = target.all_input_nodes or [target]
     return any(map(needs_gradient, (write, *write.all_input_nodes))) and not any(map(needs_gradient, made_of))
 
@@ -91,5 +91,5 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _is_fused(target: object) -> bool:
-    """Whether a node is a layer that was put in: an operator, or a function where its experts are on several ranks."""
+    """True if a node is a layer that was put in: an operator, or a function where its experts are on several ranks."""
     return getattr(target, "namespace", None) == "moeblaze" or getattr(target, "__module__", "").startswith("moeblaze_ops.")

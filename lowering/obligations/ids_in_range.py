@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.obligations.markers import counts_below
 
 
 def unknown_counted_ids(graph: fx.Graph) -> bool:
-    """Whether as many counts as experts were taken of ids that may be none of them."""
+    """True if as many counts as experts were taken of ids that may be none of them."""
     counted = [node for node in graph.nodes if node.target is counts_below]
     if not counted:
         return False

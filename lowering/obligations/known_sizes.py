@@ -59,7 +59,7 @@ def known_sizes_of(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
 
 
 def have_rows(view: GraphView, parts: tuple[fx.Node, ...]) -> bool:
-    """Whether tensors have a row in all: as many as there are rows of which they are all groups.
+    """True if tensors have a row in all: as many as there are rows of which they are all groups.
 
         parts of x[: counts[0]], x[counts[0] : counts[0] + counts[1]], ...      as many as x, which has one
     """
@@ -117,7 +117,7 @@ def _unshaped(mask: Value) -> Value:
 
 
 def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> bool:
-    """Whether at most one element of a mask is true along an axis, as of one that compares ids that differ with a number.
+    """True if at most one element of a mask is true along an axis, as of one that compares ids that differ with a number.
 
         (ids == e).any(dim=-1).nonzero()        as many rows as weights[ids == e]
     """

@@ -65,7 +65,7 @@ def shared_with_host(x: Tensor) -> Tensor:
 
 
 def is_hit(hits: Tensor, expert: int) -> Tensor:
-    """Whether an expert is among the numbers of those that have tokens."""
+    """True if an expert is among the numbers of those that have tokens."""
     return (hits == expert).any()
 
 

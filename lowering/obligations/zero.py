@@ -119,7 +119,7 @@ class Zeros:
         self._memo.clear()
 
     def is_zero_size(self, size: Size) -> bool:
-        """Whether nothing is as long as ``size``: no element is true of a mask that selects as many."""
+        """True if nothing is as long as ``size``: no element is true of a mask that selects as many."""
         if isinstance(size, int):
             return size == 0
         if size not in self._sizes:

@@ -211,7 +211,7 @@ def _named_rows(match: MoEMatch) -> int | None:
 
 
 def _counts_rows(match: MoEMatch) -> bool:
-    """Whether the program as written reads on the host how many rows its experts have.
+    """True if the program as written reads on the host how many rows its experts have.
 
     for e in range(E): (token,) = torch.where(gate[:, e] > 0)        # it does; the layer reads it once for all of them
     torch.einsum("etd,te->td", experts(x), gate)                     # it does not, and has a row for each token and expert

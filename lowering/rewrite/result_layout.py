@@ -18,7 +18,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 
 
 def has_strides_of(node: fx.Node, written: fx.Node) -> bool:
-    """Whether elements stand where they stood, apart from axes of one element, which have no next one."""
+    """True if elements stand where they stood, apart from axes of one element, which have no next one."""
     fakes = fake_of(node), fake_of(written)
     axes = zip(fakes[1].shape, *(fake.stride() for fake in fakes), strict=True)
     return all(same_size(size_of(size), 1) or same_size(size_of(a), size_of(b)) for size, a, b in axes)

@@ -381,7 +381,7 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
 
 
 def _reads_other_sizes(node: fx.Node, dead: set[fx.Node]) -> bool:
-    """Whether a node reads a number, or a tensor of a size, that only the data tell and that stays."""
+    """True if a node reads a number, or a tensor of a size, that only the data tell and that stays."""
     fakes = (fake for operand in node.all_input_nodes if operand not in dead for fake in tree_leaves(fake_of(operand)))
     return any(isinstance(fake, (torch.Tensor, torch.SymInt, torch.SymBool)) and free_unbacked_symbols(fake) for fake in fakes)
 

@@ -95,7 +95,7 @@ class Moving:
 
     @property
     def tokens(self) -> bool:
-        """Whether tokens move: where that is asked for, or not known to be more bytes than the weights are."""
+        """True if tokens move: where that is asked for, or not known to be more bytes than the weights are."""
         most = config.tokens_per_rank
         return config.experts_move == "tokens" or most is None or self._token_bytes(most) <= self.sharded.moved_weight_bytes
 
@@ -259,7 +259,7 @@ def _gathered_from(node: fx.Node) -> fx.Node | None:
 
 
 def _by_experts(view: WeightView, source: fx.Node, num_experts: int) -> bool:
-    """Whether each rank stores whole experts, as many as the others: the axis E is the outermost of what is stored."""
+    """True if each rank stores whole experts, as many as the others: the axis E is the outermost of what is stored."""
     stored = fake_of(source)
     ranks = stored.device_mesh.size()
     outermost = view.order[0] == 0 and all(len(part.sizes) > 1 and part.sizes[0] == num_experts for part in view.parts)

@@ -99,7 +99,7 @@ def _is_full(value: Value, number: float) -> bool:
 
 
 def _same_elements(view: GraphView, kept: Value, groups: Value, size: int) -> bool:
-    """Whether the mask of experts says of each what the mask of groups says of its group."""
+    """True if the mask of experts says of each what the mask of groups says of its group."""
     evaluator = Evaluator()
     groups = view.make("cast", groups, shape=groups.shape, dtype=kept.dtype)
     token, expert = evaluator.algebra.var(0, kept.shape[0], "t"), evaluator.algebra.var(1, kept.shape[1], "d")

@@ -143,7 +143,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def is_resumed(code: CodeType) -> bool:
-    """Whether it is what remains of a function after a graph break."""
+    """True if it is what remains of a function after a graph break."""
     return _RESUMES.match(code.co_name) is not None
 
 

@@ -187,12 +187,12 @@ def is_of_program(error: Exception) -> bool:
 
 
 def says_no_ops(error: Exception) -> bool:
-    """Whether Dynamo gave a frame up for having no tensor operations in it."""
+    """True if Dynamo gave a frame up for having no tensor operations in it."""
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:
-    """Whether a graph that Dynamo captured stops before the end of its frame."""
+    """True if a graph that Dynamo captured stops before the end of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and reason.graph_break
 
@@ -252,7 +252,7 @@ def breaks_since() -> Callable[[], list[str]]:
 
 
 def restarts(error: Exception) -> bool:
-    """Whether an error says that Dynamo is to trace the frame once more."""
+    """True if an error says that Dynamo is to trace the frame once more."""
     return isinstance(error, exc.RestartAnalysis)
 
 
@@ -268,7 +268,7 @@ def compiler_of(backend: Callable) -> Callable:
 
 
 def is_inductor(backend: Callable) -> bool:
-    """Whether a backend is Inductor, with ``options`` and ``mode`` or without."""
+    """True if a backend is Inductor, with ``options`` and ``mode`` or without."""
     return type(backend) is torch._TorchCompileInductorWrapper or backend is registry._COMPILER_FNS.get("inductor")
 
 

@@ -83,7 +83,7 @@ def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
 
 
 def may_be_repeated(node: fx.Node) -> bool:
-    """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
+    """True if the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config
     return is_marked(node) or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
 
@@ -114,5 +114,5 @@ _LAST_REGION = 1 << 30
 
 
 def saved_tensors_hooks_are_disabled() -> bool:
-    """Whether ``torch.autograd.graph.disable_saved_tensors_hooks`` is in force."""
+    """True if ``torch.autograd.graph.disable_saved_tensors_hooks`` is in force."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None

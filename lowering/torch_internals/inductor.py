@@ -16,7 +16,7 @@ from moeblaze_ops.lowering import patches
 
 
 def inductor_is_loaded() -> bool:
-    """Whether Inductor's lowerings are imported, as they are from the first graph that it compiles."""
+    """True if Inductor's lowerings are imported, as they are from the first graph that it compiles."""
     return "torch._inductor.lowering" in sys.modules
 
 
@@ -125,7 +125,7 @@ def for_its_effect(op: torch._ops.OpOverload) -> Callable:
 
 
 def makes_cuda_graphs() -> bool:
-    """Whether the graph that Inductor compiles runs in CUDA graphs."""
+    """True if the graph that Inductor compiles runs in CUDA graphs."""
     return inductor_config.triton.cudagraphs
 
 
@@ -175,7 +175,7 @@ def results_may_be_none(op: torch._ops.OpOverload) -> Callable:
 
 
 def is_packaging() -> bool:
-    """Whether the graph that is being lowered is for AOTInductor."""
+    """True if the graph that is being lowered is for AOTInductor."""
     from torch._inductor.virtualized import V
 
     return V.graph.aot_mode
@@ -189,7 +189,7 @@ def current_node() -> fx.Node:
 
 
 def is_given_away(node: fx.Node, value: Any) -> bool:
-    """Whether the lowering of the only user of ``node``, ``value`` in Inductor's IR, may write into its memory.
+    """True if the lowering of the only user of ``node``, ``value`` in Inductor's IR, may write into its memory.
 
     So it is for what forward saved for this backward graph and for nobody else. A graph with such inputs raises when it is
     asked to keep them (``retain_graph=True``): backward runs once.

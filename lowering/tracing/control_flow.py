@@ -24,7 +24,7 @@ def _raises(instruction: Any) -> bool:
 
 
 def _is_trivial(instruction: Any) -> bool:
-    """Whether an instruction only goes elsewhere, or moves what is there already."""
+    """True if an instruction only goes elsewhere, or moves what is there already."""
     name = instruction.opname
     return name in _NOTHING or name in _JUMPS or returns(instruction) or name.startswith(_NAMES)
 
@@ -90,7 +90,7 @@ class ControlFlow:
         return (*starts, join) if idle[0] else (*starts[::-1], join)
 
     def _is_idle(self, at: int, join: int) -> bool:
-        """Whether the way from an instruction to the join does no work."""
+        """True if the way from an instruction to the join does no work."""
         seen: set[int] = set()
         while at != join and at not in seen:
             seen.add(at)
@@ -135,7 +135,7 @@ class ControlFlow:
         return [[handler for handler in handlers if not self._ends_with(handler)] for handlers in found]
 
     def _ends_with(self, handler: int) -> bool:
-        """Whether an error in a block is only told to its ``with``; one that this drops while tracing gives the attempt up."""
+        """True if an error in a block is only told to its ``with``; one that this drops while tracing gives the attempt up."""
         names = [instruction.opname for instruction in self.instructions[handler : handler + 2]]
         return names[0] == "WITH_EXCEPT_START" or names == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
 

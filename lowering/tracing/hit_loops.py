@@ -184,7 +184,7 @@ def running_sums(tx: Any, numbers: list[VariableTracker]) -> list[VariableTracke
 
 
 def is_along_first(axes: list[VariableTracker]) -> bool:
-    """Whether what an operator is told of axes is the first one, or nothing."""
+    """True if what an operator is told of axes is the first one, or nothing."""
     return all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in axes)
 
 
@@ -200,7 +200,7 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
 
 
 def _in_a_row(fake: torch.Tensor, axes: int = 1) -> bool:
-    """Whether numbers are as many as only the data tell, in ``axes`` axes at most."""
+    """True if numbers are as many as only the data tell, in ``axes`` axes at most."""
     is_row = 1 <= fake.dim() <= axes and all(size == 1 for size in fake.shape[1:])
     return is_row and fake.dtype in _INDICES and bool(free_unbacked_symbols(fake.shape[0]))
 
@@ -259,7 +259,7 @@ def known_number(variable: VariableTracker) -> float | None:
 
 
 def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> TensorVariable | None:
-    """Whether a number is among those of experts, or among the elements of any tensor, as a tensor; None if it is not known."""
+    """True if a number is among those of experts, or among the elements of any tensor, as a tensor; None if it is not known."""
     known = isinstance(number, ConstantVariable) and type(number.value) is int
     hits = numbers if isinstance(numbers, Hits) else _hits_in(numbers)
     if isinstance(numbers, Numbers) and not (known and isinstance(numbers, Hits)):

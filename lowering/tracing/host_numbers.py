@@ -248,7 +248,7 @@ def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
 
 
 def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
-    """Whether the stop of a slice is the size of the axis, by what is known of numbers.
+    """True if the stop of a slice is the size of the axis, by what is known of numbers.
 
         rows[: sum(counts.tolist())]
     """

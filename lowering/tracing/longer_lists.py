@@ -115,7 +115,7 @@ def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
 
 
 def moves(tx: Any, instruction: Any) -> bool:
-    """Whether an instruction only hands on what it takes, or appends to it."""
+    """True if an instruction only hands on what it takes, or appends to it."""
     name = instruction.opname
     if name in ("LOAD_METHOD", "LOAD_ATTR"):
         return instruction.argval == "append"
@@ -130,7 +130,7 @@ def _concatenates(variable: VariableTracker | None) -> bool:
 
 
 def _is_held(tx: Any, found: VariableTracker) -> bool:
-    """Whether a list is in another object, which may be asked without an instruction that takes the list itself."""
+    """True if a list is in another object, which may be asked without an instruction that takes the list itself."""
     stored = tx.output.side_effects.store_attr_mutations.items()
     held = [value for item, values in stored if not isinstance(item, CellVariable) for value in values.values()]
     while tx is not None:

@@ -1,4 +1,4 @@
-"""Whether Python's own state is the same with the work of a branch and without it, and what is known of sizes.
+"""True if Python's own state is the same with the work of a branch and without it, and what is known of sizes.
 
     out = out + y               tensors may be others: they are handed over in pairs
     calls = calls + 1           refused: a number of Python is another one
@@ -20,7 +20,7 @@ def realized(variable: Variable) -> Variable:
 
 
 def is_same(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
-    """Whether two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
+    """True if two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
     if without is None or with_ is None:
         return without is with_
     without, with_ = realized(without), realized(with_)
@@ -73,7 +73,7 @@ def known_of_sizes(tx: Any) -> tuple[dict, dict, dict]:
 
 
 def says_more(tx: Any, before: tuple[dict, dict, dict]) -> bool:
-    """Whether more is known by now of a size, or a number, that only the data tell and that was there before."""
+    """True if more is known by now of a size, or a number, that only the data tell and that was there before."""
     known = list(zip(before, known_of_sizes(tx), strict=True))
     if all(one.items() <= now.items() and before[0].keys().isdisjoint(now.keys() - one.keys()) for one, now in known):
         return False

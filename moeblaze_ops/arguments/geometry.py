@@ -33,7 +33,7 @@ def unwatched(args: Sequence[Any]) -> Call | None:
 
 
 def _is_watched() -> bool:
-    """Whether a mode, a transform, autocast, a tracer or a profiler of this thread is to see what ops are called."""
+    """True if a mode, a transform, autocast, a tracer or a profiler of this thread is to see what ops are called."""
     c = torch._C
     return (
         c._len_torch_dispatch_stack() > 0

@@ -33,7 +33,7 @@ class _Made(NamedTuple):
 
 
 def is_maker(weight: Any) -> bool:
-    """Whether a weight is given as what makes it: a function, or a module with a forward, which lists of modules lack."""
+    """True if a weight is given as what makes it: a function, or a module with a forward, which lists of modules lack."""
     return callable(weight) and not isinstance(weight, nn.ParameterList | nn.ModuleList)
 
 

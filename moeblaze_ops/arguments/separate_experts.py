@@ -98,7 +98,7 @@ def separate_weights(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[lis
 
 
 def reads_in_place(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
+    """True if ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
     return any(all(map(are_in_a_row, groups)) for groups in separate_weights(op, args))
 
 
@@ -113,12 +113,12 @@ def _num_experts(op: str, names: Sequence[str], args: Sequence[Any]) -> int:
 
 
 def are_apart(tensors: Sequence[Tensor], num_experts: int) -> bool:
-    """Whether the tensors hold one expert each, of several."""
+    """True if the tensors hold one expert each, of several."""
     return num_experts > 1 and len(tensors) > 0 and tensors[0].dim() > 0 and tensors[0].shape[0] == 1
 
 
 def are_in_a_row(pieces: Sequence[Tensor]) -> bool:
-    """Whether tensors of one size, real or fake, follow each other in one storage."""
+    """True if tensors of one size, real or fake, follow each other in one storage."""
     first, step, storage = pieces[0].storage_offset(), pieces[0].numel(), pieces[0].untyped_storage()._cdata
     return all(
         piece.storage_offset() == first + position * step and piece.untyped_storage()._cdata == storage

@@ -351,7 +351,7 @@ def check_expert_up_backward(
 
 
 def _divides(expected: list, given: list) -> bool:
-    """Whether a router's weight is as ``expected``, or has the rows of one of several gradients side by side."""
+    """True if a router's weight is as ``expected``, or has the rows of one of several gradients side by side."""
     if given == expected:
         return True
     numbers = [*expected[:1], *given[:1]]

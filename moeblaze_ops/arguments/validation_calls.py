@@ -126,7 +126,7 @@ def _check_factors(name: str, lora: Any, x: Tensor, E: int, inputs: int, outputs
 
 
 def _casts(x: Tensor) -> bool:
-    """Whether autocast makes dtypes one before an op sees them."""
+    """True if autocast makes dtypes one before an op sees them."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 

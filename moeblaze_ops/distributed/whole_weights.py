@@ -144,7 +144,7 @@ def tied(result: object, whole: list[Tensor], inputs: object) -> object:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a module reads parameters as whole tensors already."""
+    """True if a module reads parameters as whole tensors already."""
     return "_moeblaze_weights" in module.__dict__
 
 
@@ -177,7 +177,7 @@ def run_in_layer(module: nn.Module, layer: RunningLayer, whole: bool) -> None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module computes something, and is no mere container."""
+    """True if a module computes something, and is no mere container."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 

@@ -97,7 +97,7 @@ class Planner:
 
 
 def _is_expert_by_expert(gradient: Tensor) -> bool:
-    """Whether an expert's numbers lie together, those of the next expert behind them."""
+    """True if an expert's numbers lie together, those of the next expert behind them."""
     strides = sorted(zip(gradient.stride()[1:], gradient.shape[1:], strict=True))
     dense = 1
     for stride, size in strides:

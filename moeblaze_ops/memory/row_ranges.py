@@ -66,11 +66,11 @@ class RangeSizes:
         return _whole_blocks(first), _whole_blocks(others)
 
     def takes_down_last(self, rows: range) -> bool:
-        """Whether the gradient of the down weights is the last one to be taken in a range, or the first one."""
+        """True if the gradient of the down weights is the last one to be taken in a range; else it is the first one."""
         return rows.start == 0 and self._allocates_both
 
     def keeps_rows(self, limit: int, rows: range) -> bool:
-        """Whether the rows that are summed to the gradient of x may be there until that of the up weights has been taken."""
+        """True if the rows that are summed to the gradient of x may be there until that of the up weights has been taken."""
         if self.takes_down_last(rows):
             return self._left_beside_up(limit, rows) >= self.wide_columns * len(rows)
         return True

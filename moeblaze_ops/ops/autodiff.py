@@ -121,7 +121,7 @@ def kernel_without_gradient(op: torch._ops.OpOverload) -> Callable:
 
 
 def carries_tangents(args: Sequence[Any]) -> bool:
-    """Whether a tensor in ``args`` carries a tangent of the innermost level of forward mode."""
+    """True if a tensor in ``args`` carries a tangent of the innermost level of forward mode."""
     # A graph of ``torch.compile`` enters transforms, but not the level that Python counts.
     if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
         return False

@@ -101,7 +101,7 @@ def test_two_layers_of_one_graph(combine, dynamic):
 
 
 def captures(layer, x) -> bool:
-    """Whether the frame can be compiled as one graph by torch.compile alone."""
+    """True if the frame can be compiled as one graph by torch.compile alone."""
     torch._dynamo.reset()
     try:
         torch.compile(layer, backend="eager", fullgraph=True)(x)

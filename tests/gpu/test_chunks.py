@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SUMS_ALIKE = TorchVersion(triton.__version__) < "3.9"
-"""Whether the routing weights' gradient has the same bits wherever a row stands in its tile."""
+"""True if the routing weights' gradient has the same bits wherever a row stands in its tile."""
 
 ops = torch.ops.moeblaze
 

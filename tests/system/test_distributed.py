@@ -150,7 +150,7 @@ def check_microbatches(compiled: bool, x: torch.Tensor) -> None:
 
 
 def compiles(model: nn.Module, x: torch.Tensor) -> bool:
-    """Whether torch compiles the model without us."""
+    """True if torch compiles the model without us."""
     torch._dynamo.reset()
     try:
         torch.compile(model, backend="aot_eager")(x)

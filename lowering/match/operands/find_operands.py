@@ -49,7 +49,7 @@ class Operand:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the cast to ``dtype`` changes numbers."""
+        """True if the cast to ``dtype`` changes numbers."""
         stored = fake_of(self.node).dtype
         rounds = stored.is_floating_point or not self.dtype.is_floating_point
         return rounds and not holds_all(self.dtype, stored)

@@ -137,7 +137,7 @@ def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
 
 
 def _scales_input(hidden: Expr) -> bool:
-    """Whether a factor of what the last projection takes compares: a weight, or an activation of a weighted projection.
+    """True if a factor of what the last projection takes compares: a weight, or an activation of a weighted projection.
 
     A sum of projections is no activation: it may be the output of another layer, for a linear layer behind it.
     """
@@ -150,7 +150,7 @@ def holds_comparison(e: Expr) -> bool:
 
 
 def _chooses(weight: Expr, binders: set[Expr]) -> bool:
-    """Whether a weight is indexed by data, by the group of a row, or by the variable of a sum around the expert."""
+    """True if a weight is indexed by data, by the group of a row, or by the variable of a sum around the expert."""
     for leaf in subexpressions(weight, lambda s: s.kind == "leaf"):
         for index in leaf.args[1]:
             atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]

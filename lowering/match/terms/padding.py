@@ -151,7 +151,7 @@ def _takes_only(
 
 
 def _is_chosen_weight(mark: Expr, placed: _Placed) -> bool:
-    """Whether a mark is 1 wherever the weight at a place is not zero, since it says that of factors of it: [w != 0] w = w."""
+    """True if a mark is 1 wherever the weight at a place is not zero, since it says that of factors of it: [w != 0] w = w."""
     number = _not_zero(mark)
     return number is not None and fades(number) and Counter(split_number(number)[1]) <= Counter(placed.all_factors)
 
@@ -176,7 +176,7 @@ class _Position:
     always: frozenset[Expr] = field(default=frozenset(), compare=False)  # marks that are 1 for every slot
 
     def is_apart(self, other: "_Position | None") -> bool:
-        """Whether the slots that another one counts have other places."""
+        """True if the slots that another one counts have other places."""
         return other is not None and (self.total in other.behind or other.total in self.behind)
 
 
@@ -206,7 +206,7 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
 
 
 def _is_of_few(algebra: Algebra, mark: Expr, row: Expr, places: object) -> bool:
-    """Whether a mark is 1 for a certain number of rows at most, each of which a number names.
+    """True if a mark is 1 for a certain number of rows at most, each of which a number names.
 
         torch.zeros_like(scores).scatter(0, scores.topk(capacity, dim=0).indices, 1)
     """

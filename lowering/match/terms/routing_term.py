@@ -153,7 +153,7 @@ def _is_of_rows(factor: Expr, tokens: Indices) -> bool:
 
 
 def _names(factor: Expr, expert: Expr | None) -> bool:
-    """Whether a factor compares something with an expert, and not a number of tokens that chose it with another."""
+    """True if a factor compares something with an expert, and not a number of tokens that chose it with another."""
     named = (e for e in subexpressions(factor, lambda e: e.kind == "eq" and _expert_of(e, expert) is not None))
     return not is_order(factor) and next(named, None) is not None
 
@@ -213,7 +213,7 @@ def _inside(comparison: Expr) -> Iterator[Expr]:
 
 
 def _keeps(factor: Expr, ids: Expr) -> bool:
-    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only.
+    """True if a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only.
 
     What is said of the expert that a slot has, whichever it is, or of what its id is made of, is part of the slot's weight.
 
@@ -237,7 +237,7 @@ def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | N
 
 
 def _compares(e: Expr) -> bool:
-    """Whether comparisons decide if ``e`` is zero; those inside a function, as of another layer's output, do not."""
+    """True if comparisons decide if ``e`` is zero; those inside a function, as of another layer's output, do not."""
     if e.kind in ("mul", "cast", "any") or (e.kind == "sum" and e.args[0].args[2] == "r"):
         return any(_compares(part) for part in e.args if isinstance(part, Expr))
     return e.kind == "eq"

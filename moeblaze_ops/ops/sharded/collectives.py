@@ -127,7 +127,7 @@ def _too_many(own: Size, most: Size) -> str:
 
 
 def _is_same(size: Size, other: Size) -> bool:
-    """Whether two sizes are numbers and the same: a size of one rank alone gets no guard."""
+    """True if two sizes are numbers and the same: a size of one rank alone gets no guard."""
     return isinstance(size, int) and isinstance(other, int) and size == other
 
 

@@ -58,7 +58,7 @@ def _is_power_of_two(ranks: int) -> bool:
 
 
 def copies_between(group: str) -> bool:
-    """Whether ``config.transport`` lets copy engines move what the ranks of a group exchange. The same on every rank."""
+    """True if ``config.transport`` lets copy engines move what the ranks of a group exchange. The same on every rank."""
     if config.transport == "auto":
         return _are_linked(group)
     return config.transport == "copies"
@@ -66,7 +66,7 @@ def copies_between(group: str) -> bool:
 
 @once_a_group
 def _are_linked(group: str) -> bool:
-    """Whether the ranks are processes of one host, one for each GPU, between any two of which there is NVLink.
+    """True if the ranks are processes of one host, one for each GPU, between any two of which there is NVLink.
 
     It says yes to ``torchrun --nproc-per-node 8`` on a host with NVLink, and no where each process sees one GPU only.
     """

@@ -93,7 +93,7 @@ def check(seed: int, show: bool = False) -> tuple[str, str]:
 
 
 def _ties(gm: fx.GraphModule, inputs: list) -> bool:
-    """Whether a topk chooses among equal scores, as it likes."""
+    """True if a topk chooses among equal scores, as it likes."""
     with TopkOfTies() as mode:
         _run(gm, inputs)
     return mode.found

@@ -184,7 +184,7 @@ def check(module: nn.Module, x: Tensor, *, traced: bool = True) -> Outcome:
 
 
 def _reads_unwritten(module: nn.Module, x: Tensor) -> bool:
-    """Whether outputs depend on memory that was never written to."""
+    """True if outputs depend on memory that was never written to."""
     with unwritten_memory_is_nan():
         named = _run(module, module.__class__.forward, x, False)
     return any(not tensor.isfinite().all() for name, tensor in named.items() if name.startswith("output"))

@@ -556,7 +556,7 @@ def test_outputs_stored_where_others_are(rows_apart, num_layers, dynamic):
 
 
 def test_gradients_inside_of_a_graph():
-    """Whether a tensor requires one is set by an operator whose result nobody reads."""
+    """True if a tensor requires one is set by an operator whose result nobody reads."""
     layer = zoo.stacked("dense_einsum")
     parameters, x = {name: p.detach() for name, p in layer.named_parameters()}, torch.randn(10, zoo.D)
     gradients = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).square().sum())

@@ -96,7 +96,7 @@ _CHUNKED = ["packed_loop", "sorted_transformers_bias", "gathered_einsum", "dense
 
 
 def _chunked(backend) -> bool:
-    """Whether the layers of all graphs go in chunks; otherwise none does."""
+    """True if the layers of all graphs go in chunks; otherwise none does."""
     operators = backend.operators()
     count = operators.count("expert_mlp_chunked.default")
     assert count in (0, len(backend.rewritten)) and not backend.reasons
