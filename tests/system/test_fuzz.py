@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.corpus.fuzz import adapters, graphs
+from tests.corpus.fuzz.modes import GathersByInt64
 from tests.corpus.fuzz.run import case_of, outcome_of
 
 SEEDS, CHUNK = 60, 20
@@ -31,6 +33,21 @@ def test_random_changes_to_graphs():
     results = [graphs.check(seed) for seed in range(2 * graphs.GROUP)]
     assert not [result for result in results if result[0].startswith("wrong")]
     assert {"rewritten", "left alone"} <= {became for became, _ in results}
+
+
+def test_gathers_by_int64():
+    """Without it torch's own gradient of a scatter was said to be a wrong one of the rewritten graph."""
+    token, y, dout = torch.tensor([3, 0, 1, 3, 2]), torch.ones(5, 4, requires_grad=True), torch.arange(16.0).view(4, 4)
+    with GathersByInt64():
+        out = torch.zeros(4, 4).scatter_add(0, token.int()[:, None].expand(-1, 4), y)
+        assert torch.autograd.grad(out, y, dout)[0].equal(dout[token])
+
+
+@pytest.mark.parametrize("off, is_noise", [(2e-4, True), (2e-3, False), (float("nan"), False)])
+def test_noise_is_of_the_largest_number(off, is_noise):
+    wanted = torch.tensor([1e-3, -40.0], dtype=torch.float64)
+    actual, expected = ([t, [], []] for t in ([wanted + torch.tensor([off, 0.0])], [wanted]))
+    assert (graphs._difference(actual, expected) == "") == is_noise
 
 
 @pytest.mark.parametrize("through_moe", [False, True])

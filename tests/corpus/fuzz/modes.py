@@ -45,6 +45,18 @@ class Kinked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class GathersByInt64(TorchDispatchMode):
+    """Gathers as they are meant: by an index in int32 that is expanded, torch 2.13 reads wrong rows on a CPU.
+
+    So does the gradient of ``out.scatter_add(0, token.int()[:, None].expand(-1, D), y)``.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.gather.default:
+            args = (*args[:2], args[2].long(), *args[3:])
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """What the rewrite decides by the device is decided as on a GPU: routers are fused, and mixtures of all experts rewritten."""
