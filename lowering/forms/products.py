@@ -58,9 +58,9 @@ def _flags(view: GraphView, name: str, x: Value, *others: Value) -> Value:
     return view.make("pointwise", name, (x, *others), (), shape=x.shape, dtype=torch.bool)
 
 
-def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], out: str) -> Value:
+def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], out: str, shape: tuple | None = None) -> Value:
     dtype = output_dtype(view)
-    return view.make("contract", tuple(cast(view, tensor(x), dtype) for x in xs), labels, out)
+    return view.make("contract", tuple(cast(view, tensor(x), dtype) for x in xs), labels, out, shape=shape)
 
 
 @form("einsum")
@@ -126,7 +126,8 @@ def _tensordot(view: GraphView, a: Any, b: Any, dims: Any = 2, out: Any = None) 
 def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
     batch = "ijklmn"[: len(tensor(x).shape) - 1]
     units = "z"[: len(tensor(weight).shape) - 1]
-    product = contract(view, (x, weight), (batch + "y", units + "y"), batch + units)
+    shape = (*x.shape[:-1], *weight.shape[:-1])  # that of the output, unless a bias of several rows is added to one
+    product = contract(view, (x, weight), (batch + "y", units + "y"), batch + units, shape)
     return product if bias is None else pointwise(view, "add", product, cast(view, bias, product.dtype))
 
 

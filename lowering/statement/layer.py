@@ -105,7 +105,10 @@ class Statement:
     def _has_one_slot_each(self) -> bool:
         """True if no two slots of a token have one expert, which makes something else of a sum of weights than of each."""
         slot = self._slot()
-        return slot is self._algebra.zero or (not self._slots_apart and are_distinct(self._algebra, self._id(slot), slot))
+        try:
+            return slot is self._algebra.zero or (not self._slots_apart and are_distinct(self._algebra, self._id(slot), slot))
+        except Unroll:  # ids that were written to have a formula of their own for each slot
+            return False
 
     def terms(self, form: Form, activation: Expr) -> Iterator[Expr]:
         """The terms of the sum; ``activation`` is that of the match in the symbols of ``formulas``."""

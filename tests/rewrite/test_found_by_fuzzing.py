@@ -1,5 +1,7 @@
 """Layers that random programs were: what is proven of them ended in an error once."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,3 +160,35 @@ def test_an_expert_numbered_minus_one():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.testing.assert_close(run(x), layer(x))
     assert rewriting.rewritten
+
+
+def test_ids_of_a_slot_that_are_written_over():
+    """Experts with dropout, which asks whether ids differ: those of a slot have a formula of their own."""
+
+    def layer(x):
+        weights, ids = router(x).softmax(-1).topk(2)
+        ids[:, 1].copy_(ids[:, 1])
+        out = torch.zeros_like(x)
+        for k, e in itertools.product(range(2), range(3)):
+            out = out + weights[:, k, None] * (ids[:, k, None] == e) * down[e](F.dropout(up[e](x).relu(), 0.1))
+        return out
+
+    router, (up, down) = nn.Linear(8, 3), (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+    with torch.no_grad():
+        assert rewrite_of(layer, torch.randn(5, 8)).reasons == ["STATEMENT"]
+
+
+def test_a_bias_of_rows():
+    """``linear`` of a vector and a bias of rows gives as many rows; its product is a vector."""
+
+    def layer(x):
+        weights, ids = router(x).softmax(-1).topk(3)
+        out = torch.zeros_like(x)
+        for e in range(3):
+            token, slot = torch.where(ids == e)
+            h = F.linear(x[token], up[e].weight, up[e].bias) if e else F.linear(up[e].bias, up[e].weight, x[token])
+            out = out.index_add(0, token, down[e](h.relu()) * weights[token, slot, None])
+        return out
+
+    router, (up, down) = nn.Linear(8, 3), (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+    assert rewrite_of(layer, torch.randn(1, 8)).reasons == ["DIFFERENT_INPUTS"]
