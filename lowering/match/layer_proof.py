@@ -6,7 +6,7 @@ in the graph by `find_operands` and `weight_layout`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -231,11 +231,12 @@ class _Proof:
         scales = tuple(usable_scale(scale, dtype) for scale in routed.scales)
         self._prove_unchanged(stored)
         of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
-        optional = (routed.ids, weights, routed.kept, *of_plain, *((named.tokens, named.weights) if named else ()))
-        of_tokens = (x, *stored.parameters, *(scale.operand for scale in scales), *filter(None, optional))
-        read = {node for operand in of_tokens for node in operand.nodes}
-        of_weights = {node for weight in stored.views for node in weight.nodes}
-        region = self._region(frozenset(read | of_weights), stored.sums, dtype)
+        optional = (routed.ids, weights, *of_plain, *((named.tokens, named.weights) if named else ()))
+        factors = (scale.operand for scale in scales if not scale.is_mask)
+        marks = _nodes(routed.kept, *(scale.operand for scale in scales if scale.is_mask))
+        read, of_weights = _nodes(x, *stored.parameters, *factors, *optional), _nodes(*stored.views)
+        marks, read = marks - read - of_weights - {candidate.base}, marks | read
+        region = self._region(read | of_weights, stored.sums, dtype, marks)
         changed = written_before_backward(self.view, root, of_weights)
         prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", min(changed, default=None))
         prove(not routed.is_of_all or gains_without_choices(fake_of(x.node).device), Reason.ALL_EXPERTS)
@@ -403,14 +404,18 @@ class _Proof:
         for value in (value for view in stored.views for value in view.values):
             prove(self.view.value_at(value.node, position) is value, Reason.OPERAND_CHANGED, node=value.node)
 
-    def _region(self, operands: frozenset[fx.Node], sums: frozenset[fx.Node], dtype: torch.dtype) -> Region:
+    def _region(self, operands: Set[fx.Node], sums: Set[fx.Node], dtype: torch.dtype, marks: Set[fx.Node]) -> Region:
         """The nodes that go, among them ``sums``, if they can."""
         try:
-            return prove_region(self.view, self.root, operands, dtype, self.candidate.base)
+            return prove_region(self.view, self.root, operands, dtype, self.candidate.base, marks)
         except Declined:
             if not sums:
                 raise
-            return prove_region(self.view, self.root, operands | sums, dtype, self.candidate.base)
+            return prove_region(self.view, self.root, operands | sums, dtype, self.candidate.base, marks)
+
+
+def _nodes(*operands: Operand | WeightView | None) -> set[fx.Node]:
+    return {node for operand in operands if operand is not None for node in operand.nodes}
 
 
 def gains_without_choices(device: torch.device) -> bool:

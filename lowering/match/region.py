@@ -31,15 +31,18 @@ class Region:
 
 
 def prove_region(
-    view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None
+    view: GraphView, root: fx.Node, operands: Set[fx.Node], dtype: torch.dtype, base: fx.Node | None, marks: Set[fx.Node]
 ) -> Region:
-    """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
+    """The region behind ``root``, once nobody else can see that it is gone.
+
+    ``base`` is what its sum starts from. ``marks``: of ``operands``, those that are only compared with zero.
+    """
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
     filled = _writes_to(view, operands - buffer, root)
     read = {*operands, *filled} | ({base} if base else set())
     ends, nodes = _between(view, root, read, buffer)
     carriers = _carriers(view, root)
-    _prove_gradients(view, root, ends, frozenset(carriers), read)
+    _prove_gradients(view, root, ends, frozenset(carriers), read.difference(marks, _writes_to(view, marks - buffer, root)))
     computed = _computed(view, nodes)
     reader = partial(_reader, view, root, nodes, frozenset(carriers))
     kept = _kept(view, nodes, reader)
@@ -92,11 +95,12 @@ def _acts(view: GraphView, node: fx.Node) -> bool:
 def _prove_gradients(
     view: GraphView, root: fx.Node, ends: set[fx.Node], carriers: frozenset[fx.Node], read: set[fx.Node]
 ) -> None:
-    """No input would be without a gradient that has one of zeros as written, where the layer reads ``read`` in its place.
+    """No input would be without a gradient that has one of zeros as written, where the layer learns by ``read`` in its place.
 
         for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
         for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
         weights.fill_(1)                                                nor this: the router has gradients of zeros
+        weights.fill_(1).mul_(kept)                                     nor this, of which only the zeros are read
     """
     constant = view.without_gradients
     if root in constant:

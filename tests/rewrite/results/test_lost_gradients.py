@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.corpus.zoo.modules import D, ModuleListMoE
 from tests.tools.rewrite_harness import check_against_eager
@@ -44,9 +45,17 @@ def test_rewritten(layer):
     assert check_against_eager(ModuleListMoE(layer).double(), torch.randn(T, D, dtype=torch.float64)).rewritten
 
 
-def test_declined():
+def filled_with_ones_and_kept(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """What the layer reads of its weights is which of them were kept: a number that is only compared with zero."""
+    count = F.one_hot(ids, len(self.experts)).sum(1).cumsum(0).gather(1, ids)
+    weights.fill_(1)
+    return masks(self, x, weights * (count <= 3), ids)
+
+
+@pytest.mark.parametrize("layer", [filled_with_ones, filled_with_ones_and_kept])
+def test_declined(layer):
     torch.manual_seed(0)
-    run = check_against_eager(ModuleListMoE(filled_with_ones).double(), torch.randn(T, D, dtype=torch.float64))
+    run = check_against_eager(ModuleListMoE(layer).double(), torch.randn(T, D, dtype=torch.float64))
     assert not run.rewritten
     assert run.reasons == ["GRADIENTS"]
 
