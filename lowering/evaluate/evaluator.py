@@ -280,8 +280,15 @@ class Evaluator(IndexingRules):
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
-        wraps = not value.dtype.is_floating_point and not holds(value.dtype, e)
-        return self.algebra.leaf(value, indices) if wraps else e
+        if value.dtype.is_floating_point:
+            return self._in_dtype(value.dtype, e)
+        return e if holds(value.dtype, e) else self.algebra.leaf(value, indices)
+
+    def _in_dtype(self, dtype: torch.dtype, e: Expr) -> Expr:
+        """``e``; if it is a number beside marks, that number as a dtype holds it: a third of bf16 is 0.333984375 in fp32, too."""
+        number, marks = split_number(e)
+        held = stored_number(number, dtype) if isinstance(number, int | float) and all(map(is_indicator, marks)) else None
+        return e if held is None else self.algebra.mul(self.algebra.const(held), *marks)
 
     def _element_dropout(self, value: Value, indices: Indices, depth: int) -> Expr:
         """An element of an expert, if no other element of ``value`` is the same one and has another number drawn."""
@@ -343,7 +350,7 @@ class Evaluator(IndexingRules):
         """
         narrow = value.dtype == torch.bool or (value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point)
         held = holds_count(value.dtype, e) if is_count(e) else not narrow or e.kind == "const"
-        return e if held else self.algebra.leaf(value, indices)
+        return self._in_dtype(value.dtype, e) if held else self.algebra.leaf(value, indices)
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args

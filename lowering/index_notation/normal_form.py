@@ -10,6 +10,7 @@ from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
 from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size, size_of
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
@@ -465,7 +466,8 @@ class Algebra:
         told = (f for f in factors_of(e) if is_indicator(f) and (f.kind != "call" or all(map(_is_whole, f.args[1]))))
         marks = [*told] if dtype.is_floating_point else []
         e = self.mul(*(f for f in factors_of(e) if f not in marks)) if marks else e
-        return self.mul(*marks, e if e.kind == "const" else self._intern("cast", dtype, e))
+        number = stored_number(e.args[0], dtype) if e.kind == "const" else None
+        return self.mul(*marks, self._intern("cast", dtype, e) if number is None else self.const(number))
 
     def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
         return self._intern("nonzero", mask, axis, row, extent)

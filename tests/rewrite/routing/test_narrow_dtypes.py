@@ -65,6 +65,30 @@ def test_weights_rounded_on_the_way(dtype):
     assert backend.reasons == ["DTYPE_PATH"] and not backend.rewritten
 
 
+NUMBERS = {
+    "beside marks": lambda hit, dtype: hit.to(dtype) * 0.3,
+    "beside marks that are cast once more": lambda hit, dtype: (hit.to(dtype) * 0.3).float(),
+    "of marks that are cast": lambda hit, dtype: (hit * 0.3).to(dtype).double(),
+    "one after the other": lambda hit, dtype: hit.to(dtype) * 0.3 * 0.7,
+    "written to marks": lambda hit, dtype: hit.to(dtype).div_(3),
+    "without marks": lambda hit, dtype: hit * (torch.ones(1, dtype=dtype) * 0.3),
+    "that are summed": lambda hit, dtype: hit * torch.full((3,), 0.1, dtype=dtype).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_those_that_a_dtype_holds(name, dtype):
+    """In a layer of fp64: 0.3 of bf16 is 0.30078125."""
+
+    def scaled(self, x, weights, ids):
+        shares = ((weights * NUMBERS[name](ids == e, dtype)).sum(-1, keepdim=True) for e in range(zoo.E))
+        return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+    layer = zoo.ModuleListMoE(scaled).double()
+    assert check_against_eager(layer, torch.randn(10, zoo.D, dtype=torch.float64), tolerance=1e-12).rewritten
+
+
 CASTS = {
     "of weighted rows": (lambda w: w, lambda rows, dtype: rows.to(dtype), torch.float32),
     "of all weights": (lambda w: w.bfloat16(), lambda rows, dtype: rows, torch.bfloat16),
