@@ -247,11 +247,11 @@ class Evaluator(IndexingRules):
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and is_hidden(e):
             return e
-        if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_scale, e.args)):
-            # A routing weight on an expert's input: the kernels multiply by it behind the projection.
+        if depth == MAX_PROJECTIONS and e.kind == "mul":
             vector = [f for f in e.args if any(v.args[2] == "d" for v in f.free)]
             scale = [f for f in e.args if f not in vector]
-            return self.algebra.mul(self.algebra.cast(value.dtype, self.algebra.mul(*vector)), *scale)
+            if any(f.kind != "const" for f in scale):  # a routing weight, by which the kernels multiply behind the projection
+                return self.algebra.mul(self.algebra.cast(value.dtype, self.algebra.mul(*vector)), *scale)
         return self.algebra.cast(value.dtype, e)
 
     def _above_zero(self, e: Expr) -> Expr | None:
@@ -456,8 +456,3 @@ def _is_only_feature(index: Expr) -> bool:
 
 
 _EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
-
-
-def _is_scale(e: Expr) -> bool:
-    """What an expert gets of a token: a number that all features share, not a constant."""
-    return e.kind != "const" and not any(var.args[2] == "d" for var in e.free)

@@ -138,12 +138,6 @@ def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:
     return sliced(view, x, dim, start, step, max(0, -(-(stop - start) // step)))
 
 
-def _first_axis(indices: tuple[Value | None, ...]) -> int:
-    """Where numpy's rules put the gathered axes."""
-    at = [i for i, index in enumerate(indices) if index is not None]
-    return at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-
-
 @form("getitem", "__getitem__")
 def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     if isinstance(x, (tuple, list)):
@@ -155,7 +149,8 @@ def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     x, indices = _basic_then_tensors(view, tensor(x), key)
     if all(index is None for index in indices):
         return x
-    return view.make("index", x, indices, _first_axis(indices))
+    at = [i for i, index in enumerate(indices) if index is not None]
+    return view.make("index", x, indices, at[0] if at == [*range(at[0], at[-1] + 1)] else 0)  # by numpy's rules
 
 
 @form("masked_select")

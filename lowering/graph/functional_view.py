@@ -361,7 +361,8 @@ class GraphView:
         self._history.setdefault(node, []).append((self.position[self._node], value))
 
     def _compute(self, node: fx.Node, written: str | None) -> Any:
-        if written is None and (number := constant_of(node, self._are_written)) is not None:
+        number = constant_of(node, lambda of: not self._written.isdisjoint(map(storage_of, of))) if written is None else None
+        if number is not None:
             return self.make("full", number)
         name, args, kwargs = called_instead(node)
         form = self.table.get(written or name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
@@ -379,9 +380,6 @@ class GraphView:
         if alike and isinstance(found, Value):
             self._of_ids.add(found)
         return found if alike else self._without_gradient(found, self.opaque(node))
-
-    def _are_written(self, nodes: set[fx.Node]) -> bool:
-        return not self._written.isdisjoint(map(storage_of, nodes))
 
     @cached_property
     def _written(self) -> frozenset[int | None]:

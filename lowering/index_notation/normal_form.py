@@ -205,7 +205,8 @@ class Algebra:
             flat = self._intersected(flat)
             if self.zero in flat:
                 return self.zero
-        flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
+        chosen = [f for f in flat if f.kind == "call" and f.args[0] == CHOSEN]
+        flat = [f for f in flat if not (f in chosen and Counter(factors_of(*f.args[1])) <= Counter(flat))]
         marks = {f for f in flat if is_order(f) and not is_bound(f)}
         # What is compared is as it is beside the marks: [p < C] [where(p < C, p, 0) = c] = [p < C] [p = c].
         there = [self._with(f, lambda e: self.beside(e, marks) if e.kind == "eq" else None) for f in flat] if marks else flat
@@ -553,7 +554,3 @@ def _is_whole(e: Expr) -> bool:
 def _is_number(e: Expr) -> bool:
     """True if it equals itself: NaN does not."""
     return _is_whole(e) or (e.kind == "const" and e.args[0] == e.args[0]) or (e.kind == "cast" and _is_number(e.args[1]))
-
-
-def _is_chosen(e: Expr) -> bool:
-    return e.kind == "call" and e.args[0] == CHOSEN

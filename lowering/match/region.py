@@ -33,10 +33,7 @@ class Region:
 def prove_region(
     view: GraphView, root: fx.Node, operands: Set[fx.Node], dtype: torch.dtype, base: fx.Node | None, marks: Set[fx.Node]
 ) -> Region:
-    """The region behind ``root``, once nobody else can see that it is gone.
-
-    ``base`` is what its sum starts from. ``marks``: of ``operands``, those that are only compared with zero.
-    """
+    """The region behind ``root``, which nobody misses. ``base``: its sum starts there; ``marks``: operands compared with zero."""
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
     filled = _writes_to(view, operands - buffer, root)
     read = {*operands, *filled} | ({base} if base else set())
