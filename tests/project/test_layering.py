@@ -68,12 +68,15 @@ TRUSTED = (
 # But for files in these rooms that only say how deep is looked, or what may be one value: whatever they say, no rewrite is wrong,
 # which tests/rewrite/test_any_depth.py and tests/rewrite/weights/test_joined_otherwise.py show of their answers.
 SEARCHING = (
+    "lowering/evaluate/counted_numbers.py",
     "lowering/evaluate/depth.py",
+    "lowering/evaluate/joined_rows.py",
     "lowering/evaluate/projections.py",
     "lowering/forms/factors.py",
     "lowering/forms/low_rank.py",
     "lowering/graph/computed_weights.py",
     "lowering/graph/model_state.py",
+    "lowering/index_notation/reshape_index.py",
 )
 MOST_TRUSTED_LINES = 6572
 
