@@ -17,7 +17,6 @@ from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS, Depth, partial
 from moeblaze_ops.lowering.evaluate.groups import Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -38,7 +37,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import holds
+from moeblaze_ops.lowering.index_notation.number_ranges import holds, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import Groups, common_groups
 

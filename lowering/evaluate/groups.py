@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeblaze_ops.lowering.evaluate.counted_numbers import count_of_any
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 
 
 class GroupRules:
