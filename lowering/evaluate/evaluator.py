@@ -5,8 +5,11 @@ over what lands on an element, so that a sorted, a masked and a looped spelling 
 Evaluation stops (a leaf) at operators without canonical form, and where `depth` says so.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 
 import torch
 
@@ -14,7 +17,6 @@ from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS, Depth, partial
 from moeblaze_ops.lowering.evaluate.groups import Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -35,9 +37,9 @@ from moeblaze_ops.lowering.index_notation.expr import (
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import holds
+from moeblaze_ops.lowering.index_notation.number_ranges import holds, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
-from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
+from moeblaze_ops.lowering.index_notation.reshape_index import Groups, common_groups
 
 _MAX_UNROLLED = 1024
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
@@ -116,7 +118,7 @@ class Evaluator(IndexingRules):
 
     def _element_reshape(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args
-        for outer_axes, inner_axes in common_groups(value.shape, x.shape):
+        for outer_axes, inner_axes in _groups(value.shape, x.shape):
             merged = (len(outer_axes), len(inner_axes)) != (1, 1)
             if merged and any(self.may_be_outside(indices[a], value.shape[a]) for a in outer_axes):
                 return self.algebra.leaf(value, indices)
@@ -128,7 +130,7 @@ class Evaluator(IndexingRules):
             found = self.reshape_indices(outer, inner, tuple(self.algebra.zero if i is only else i for i in indices))
             return self.with_only_feature(inner, found, indices)
         result: list[Expr] = []
-        for outer_axes, inner_axes in common_groups(outer, inner):
+        for outer_axes, inner_axes in _groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
                 continue
@@ -448,6 +450,15 @@ class Evaluator(IndexingRules):
         rest = [*others]
         rest.remove(kept[0])  # once, of a square
         return self.algebra.mul(self.algebra.scaled(number, kept[0]), *rest)
+
+
+@lru_cache(maxsize=1 << 12)
+def _groups(outer: tuple[Size, ...], inner: tuple[Size, ...]) -> Groups:
+    """Groups of axes of one size each, of two shapes of one size."""
+    groups, whole = common_groups(outer, inner), (range(len(outer)), range(len(inner)))
+    covered = [list(chain(*axes)) for axes in zip(*groups, strict=True)] == [*map(list, whole)]
+    alike = (same_size(math.prod(outer[a] for a in own), math.prod(inner[a] for a in others)) for own, others in groups)
+    return groups if covered and all(alike) else (whole,)
 
 
 def _is_only_feature(index: Expr) -> bool:

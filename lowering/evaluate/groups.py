@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.evaluate.counted_numbers import count_of_any
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 
 
 class GroupRules:
@@ -102,24 +103,11 @@ class GroupRules:
 
     def numbered(self, count: Expr) -> "Run | None":
         """A count of one number as that of any, with a variable in its place."""
-        compared = {e: key_and_number(e) for e in subexpressions(count, lambda e: e.kind == "eq")}
-        numbers = {number for _, number in compared.values() if number is not None}
-        bounds = {self.algebra.extent(key) for key, _ in compared.values() if key is not None}
-        if len(numbers) != 1 or len(bounds) != 1 or None in bounds or not is_count(count):
+        if (found := count_of_any(self.algebra, count)) is None:
             return None
-        (number,), (bound,) = numbers, bounds
-        var = self.algebra.var(0, bound, "r")
-
-        def of_any(e: Expr) -> Expr:
-            """``e`` with the variable for the number where it is compared, and where it is an index of so many."""
-            if e.kind == "leaf":
-                places = zip(e.args[1], e.args[0].shape, strict=True)
-                indices = (var if i is number and same_size(n, bound) else of_any(i) for i, n in places)
-                return self.algebra.leaf(e.args[0], tuple(indices))
-            key, _ = compared.get(e, (None, None))
-            return self.algebra._rebuild(e, of_any) if key is None else self.algebra.eq(of_any(key), var)
-
-        return Run(var, of_any(count), number.args[0])
+        var, counts, number = found
+        alike = is_count(counts) and self.algebra.substitute(counts, {var: self.algebra.const(number)}) is count
+        return Run(var, counts, number) if alike else None
 
     def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
         """The group in which a row stands, where the ends of the groups are running counts."""

@@ -10,7 +10,6 @@ from itertools import permutations
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.evaluate.runs import RunRules
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
@@ -18,7 +17,7 @@ from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size
 from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise
 
 

@@ -5,17 +5,17 @@ of an expert in one run. How long a run is only the data tell, so that it starts
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from moeblaze_ops.lowering.evaluate.groups import GroupRules
+from moeblaze_ops.lowering.evaluate.joined_rows import joined_sizes
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, key_and_number
-
-_KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
+from moeblaze_ops.lowering.index_notation.number_ranges import may_be_negative
 
 
 class RunRules(GroupRules):
@@ -41,15 +41,11 @@ class RunRules(GroupRules):
         return self.algebra.leaf(value, indices)
 
     def runs(self, index: Value, stored: Value) -> list[tuple[Size, Size]]:
-        """Where the runs of ``index``'s rows start and how long they are, or those of what is stored; else one run of all."""
-        rows = index.shape[0]
-        of_index, of_stored = ([v for v in _behind(of) if v.op == "cat" and v.args[1] == 0] for of in (index, stored))
-        of_stored = [v for v in of_stored if len({x.shape[0] for x in v.args[0]}) == 1]  # as of E parts of C rows
-        joined = next((v for v in (*of_index, *of_stored) if same_size(v.shape[0], rows)), None)
-        sizes = tuple(x.shape[0] for x in joined.args[0]) if joined else ()
-        runs = list(zip(_starts(sizes), sizes, strict=True))
-        # A single row at a symbolic place has no index variable that its place could be told from.
-        return runs if runs and all(isinstance(start, int) or size != 1 for start, size in runs) else [(0, rows)]
+        """Where runs of the rows of ``index``, or of what is stored, start, one behind another, and how long they are."""
+        sizes = joined_sizes(index, stored)
+        whole = same_size(sum(sizes), index.shape[0]) and not any(map(may_be_negative, sizes))
+        sizes = sizes if whole else index.shape[:1]
+        return list(zip(_starts(sizes), sizes, strict=True))
 
     def _element_argsort(self, value: Value, indices: "Indices", depth: int) -> Expr:
         (keys,) = value.args
@@ -101,13 +97,3 @@ def _starts(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
     """Where parts of these sizes start, one behind another."""
     return tuple(accumulate(sizes, initial=0))[:-1]
 
-
-def _behind(value: Value) -> Iterator[Value]:
-    """The values that ``value`` has its rows from."""
-    stack = [value]
-    while stack:
-        top = stack.pop()
-        yield top
-        if top.op in _KEEP_ROWS:
-            for arg in top.args:
-                stack += [v for v in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(v, Value)]

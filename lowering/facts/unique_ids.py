@@ -8,9 +8,9 @@
 
 from collections.abc import Iterable
 
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 
 
 def are_distinct(algebra: Algebra, ids: Expr, slot: Expr) -> bool:

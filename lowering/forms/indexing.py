@@ -19,7 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.pointwise import times
-from moeblaze_ops.lowering.forms.splits import first_rows, is_between_numbers, positions_between, slice_between
+from moeblaze_ops.lowering.forms.splits import first_rows, is_between_numbers, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -71,8 +71,10 @@ def _axes_of(item: Any) -> int:
     return len(item.shape) if isinstance(item, Value) and item.dtype == torch.bool else int(item is not None)
 
 
-def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
-    """Apply slices, None and lone ints of a subscript; return the view, and its index tensor per axis."""
+def _basic_then_tensors(
+    view: GraphView, x: Value, key: Any, written: Value | None = None
+) -> tuple[Value, tuple[Value | None, ...]]:
+    """Apply slices, None and lone ints of a subscript, which is read or ``written``; return the view, and its index per axis."""
     items = list(key) if isinstance(key, tuple) else [key]
     consumed = sum(map(_axes_of, items))
     if any(item is Ellipsis for item in items):
@@ -85,7 +87,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
         elif isinstance(item, Value):
             if item.dtype == torch.bool:
-                if sum(isinstance(other, Value | list) for other in items) == 1:
+                if written is not None:
+                    require(len(written.shape) > 0, "one value per true element")
+                    tensors += _places(view, item, written.shape[0])
+                elif sum(isinstance(other, Value | list) for other in items) == 1:
                     tensors += coordinates(view, item, output_shape(view)[len(tensors)])
                 else:
                     tensors += _places(view, item, _rows_of_mask(view))
@@ -94,7 +99,7 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
         elif is_between_numbers(item):
             require(all(isinstance(other, slice) for other in items[:dim]), "an axis that stays where it is")
-            x = slice_between(view, x, dim, item, output_shape(view)[dim])
+            x = slice_between(view, x, dim, item, None if written is None else written.shape)
             item = None
         elif isinstance(item, slice):
             x = _slice(view, x, dim, item)
@@ -160,39 +165,32 @@ def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
 
 
 def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> Value:
+    """``x[key] = values``: what the subscript reads is another tensor, and so are those that it is a part of."""
     if isinstance(values, (int, float)):
         values = filled(view, values, (), x.dtype)
-    if key == slice(None) or key is Ellipsis:
-        return cast(view, expanded(view, tensor(values), x.shape), x.dtype)
-    items = key if isinstance(key, tuple) else (key,)
-    if any(type(item) is int for item in items):
-        return _put_at_number(view, x, items, values)
-    while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
-        items = items[:-1]
-    if isinstance(items[-1], slice) and not is_between_numbers(items[-1]) and all(item == slice(None) for item in items[:-1]):
-        return _put_between(view, x, len(items) - 1, items[-1], values)
-    casts = is_between_numbers(items[0]) and len(items) == 1  # a slice is copied to, which casts
-    if is_between_numbers(items[0]):
-        items = (positions_between(view, x, items[0], values), *items[1:])
-    require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
-    require(casts or tensor(values).dtype == x.dtype, "numbers of the dtype that they are stored in")
-    indices: list[Value | None] = []
-    for item in items:
-        if item.dtype == torch.bool:
-            rows = values.shape[0] if values.shape else None
-            require(rows is not None, "one value per true element")
-            indices += _places(view, item, rows)
-        else:
-            indices.append(item)
+    part, indices = _basic_then_tensors(view, x, key, tensor(values))
+    if all(index is None for index in indices):  # it is copied to, which casts
+        written = cast(view, expanded(view, values, part.shape), x.dtype)
+    else:
+        written = _put_at(view, part, indices, values, accumulate)
+    while part is not x:
+        whole = view.with_part(part, written)
+        require(whole is not None, "a part whose place is known")
+        part, written = part.args[0], whole
+    return written
+
+
+def _put_at(view: GraphView, x: Value, tensors: tuple[Value | None, ...], values: Value, accumulate: bool) -> Value:
+    indices = [index for index in tensors if index is not None]
+    require(None not in tensors[: len(indices)], "tensors in front of slices")
+    require(values.dtype == x.dtype, "numbers of the dtype that they are stored in")
     shape = _common_shape([index.shape for index in indices])
     if len(shape) != 1 or any(index.shape != shape for index in indices):
         rows, width = math.prod(shape), x.shape[len(indices) :]
-        values = reshaped(view, expanded(view, tensor(values), (*shape, *width)), (rows, *width))
+        values = reshaped(view, expanded(view, values, (*shape, *width)), (rows, *width))
         indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
-    indices += [None] * (len(x.shape) - len(indices))
-    return view.make(
-        "put", x, tuple(indices), cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
-    )
+    at = (*indices, *tensors[len(indices) :])
+    return view.make("put", x, at, values, accumulate, shape=x.shape, dtype=x.dtype)
 
 
 def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
@@ -204,35 +202,6 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
         require(all(same_size(other, size) or same_size(other, 1) for other in sizes), "sizes that are known to be the same")
         common.append(size)
     return tuple(common)
-
-
-def _put_between(view: GraphView, x: Value, dim: int, part: slice, values: Any) -> Value:
-    """``x[:, start:stop] = values``: what stands before it, the values, and what stands behind it."""
-    extent = x.shape[dim]
-    require(isinstance(extent, int) and part.step in (None, 1) and bool(range(*part.indices(extent))), "rows of known numbers")
-    start, stop, _ = part.indices(extent)
-    values = cast(view, expanded(view, tensor(values), (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])), x.dtype)
-    whole = sliced(view, x, dim, 0, 1, start), values, sliced(view, x, dim, stop, 1, extent - stop)
-    parts = tuple(part for part in whole if part.shape[dim] != 0)
-    return view.make("cat", parts, dim, shape=x.shape, dtype=x.dtype) if len(parts) > 1 else values
-
-
-def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
-    """``x[:, i] = values``, ``x[i, mask] = values``: the slices of ``x`` along that axis, one of them another."""
-    at = next(at for at, item in enumerate(items) if type(item) is int)
-    number, others = items[at], (*items[:at], *items[at + 1 :])
-    of_tensors = bool(others) and all(isinstance(item, Value) for item in others)
-    whole = of_tensors or all(item == slice(None) or (item is Ellipsis and i >= at) for i, item in enumerate(others))
-    require(whole, "one whole slice, or rows of one")
-    dim = sum(map(_axes_of, items[:at]))
-    extent = x.shape[dim]
-    require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
-    slices = view.parts_along(x, dim)
-    if of_tensors:
-        slices[number] = _put(view, slices[number], others, values, False)
-    else:
-        slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
-    return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
 
 
 @form("index_select")
@@ -477,7 +446,7 @@ def _argmax(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> 
 short_forms({
     ("setitem", "__setitem__"): lambda view, x, key, values: _put(view, tensor(x), key, values, False),
     ("index_put", "_index_put_impl"): lambda view, x, indices, values, accumulate=False: _put(
-        view, tensor(x), tuple(indices), values, accumulate
+        view, tensor(x), tuple(slice(None) if i is None else i for i in indices), values, accumulate
     ),
     ("gather",): lambda view, x, dim, index, **kwargs: view.make("take", tensor(x), axis(x, dim), tensor(index)),
     ("scatter",): lambda view, x, dim, index, src=None, *, value=None: _scatter(

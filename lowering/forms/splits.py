@@ -40,7 +40,7 @@ def _item(view: GraphView, x: Any) -> Any:
 @form("rows_between")
 def _rows_between(view: GraphView, x: Any, start: Any, stop: Any, size: Any) -> Value:
     """What `markers.rows_between` gives, a slice in a graph that is captured with such numbers."""
-    return slice_between(view, tensor(x), 0, slice(start, stop), size)
+    return _rows(view, tensor(x), 0, _mask(view, x.shape[0], slice(start, stop)), size)
 
 
 @form("split", "split_with_sizes")
@@ -82,19 +82,14 @@ def is_between_numbers(part: Any) -> bool:
     return isinstance(part, slice) and (_is_of_data(part.start) or _is_of_data(part.stop))
 
 
-def slice_between(view: GraphView, x: Value, dim: int, part: slice, length: Size) -> Value:
-    """``x[start:stop]`` along one axis, with bounds that only the data tell."""
-    return _rows(view, x, dim, _mask(view, x.shape[dim], part), length)
-
-
-def positions_between(view: GraphView, x: Value, part: slice, values: Any) -> Value:
-    """The positions of the rows of ``x`` that ``x[start:stop] = values`` writes to."""
-    mask = _mask(view, x.shape[0], part)
-    length = values.shape[0] if len(tensor(values).shape) == len(x.shape) else 1
-    if not _is_of_data(length):
+def slice_between(view: GraphView, x: Value, dim: int, part: slice, written: tuple[Size, ...] | None = None) -> Value:
+    """``x[start:stop]`` along one axis, with bounds that only the data tell; ``written``: the shape of what is stored there."""
+    mask, shape = _mask(view, x.shape[dim], part), output_shape(view) if written is None else written
+    length = shape[dim] if len(shape) == len(x.shape) else 1
+    if written is not None and not _is_of_data(length):
         require(mask in view.lengths, "a slice that is read, too")
         length = view.lengths[mask][0]
-    return _positions(view, mask, length)
+    return _rows(view, x, dim, mask, length)
 
 
 def _mask(view: GraphView, extent: Size, part: slice) -> Value:

@@ -11,7 +11,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, permutations
 from typing import Any
 
@@ -307,12 +307,32 @@ class GraphView:
             )  # fmt: skip
         return fake
 
-    def parts_along(self, x: Value, dim: int) -> list[Value]:
+    def with_part(self, part: Value, written: Value) -> Value | None:
+        """The tensor that a view is a part of, with ``written`` there; None where its place is not known."""
+        whole, *at = part.args
+        make = partial(self.make, shape=whole.shape, dtype=whole.dtype)
+        match part.op:
+            case "index":
+                return make("put", whole, at[0], written, False)
+            case "select" if at[1] in range(len(parts := self._parts_along(whole, at[0]))):
+                return make("stack", (*parts[: at[1]], written, *parts[at[1] + 1 :]), at[0])
+            case "slice" if at[2] == 1 and isinstance(size := whole.shape[at[0]], int):
+                dim, start, stop = *at[:2], at[1] + part.shape[at[0]]
+                before, behind = (self._slice(whole, dim, *ends) for ends in ((0, start), (stop, size)))
+                return make("cat", (*before, written, *behind), dim)
+        return None
+
+    def _parts_along(self, x: Value, dim: int) -> list[Value]:
         """The parts of a tensor along an axis; none where only a call tells how many."""
         if x.op == "stack" and x.args[1] == dim:
             return list(x.args[0])
         shape, n = (*x.shape[:dim], *x.shape[dim + 1 :]), x.shape[dim] if isinstance(x.shape[dim], int) else 0
         return [self.make("select", x, dim, i, shape=shape, dtype=x.dtype) for i in range(n)]
+
+    def _slice(self, x: Value, dim: int, start: int, stop: int) -> list[Value]:
+        """A slice of a tensor, unless it has no elements."""
+        shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
+        return [self.make("slice", x, dim, start, 1, shape=shape, dtype=x.dtype)] if start < stop else []
 
     # The walk.
 
@@ -427,13 +447,8 @@ class GraphView:
             held, after = self._now[alias], None
             if held is before and self._is_same_place(alias, target):
                 after = value
-            elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
-                after = self.make("put", held, before.args[1], value, False, shape=held.shape, dtype=held.dtype)
-            elif before.op == "select" and before.args[0] is held and self._are_rows(target, alias):
-                _, dim, number = before.args
-                parts = [value if i == number else part for i, part in enumerate(self.parts_along(held, dim))]
-                if number in range(len(parts)) and not _overlaps(fake_of(alias)):
-                    after = self.make("stack", tuple(parts), dim, shape=held.shape, dtype=held.dtype)
+            elif before.op in ("index", "select", "slice") and before.args[0] is held and self._are_rows(target, alias):
+                after = None if _overlaps(fake_of(alias)) else self.with_part(before, value)
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 after = self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)), dtype=value.dtype)
             self._record(alias, self.opaque(alias, at) if after is None else after)

@@ -1,19 +1,31 @@
 """Which numbers an index may be, and whether a dtype holds them: elsewhere they wrap around, or are rounded.
 
     ids * 2 + 1, (ids + 256).float()            but not  ids.int() * 2**30 * 4, which is 0
+
+Weights indexed by -1 are the last expert's, and no expert's for the ops. Ids of which nothing is known, such as those that a
+graph is given, are made numbers of experts by the rewrite.
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import sympy
 import torch
 
+from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.intervals import interval_of
 
 _LARGEST = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
 _GIVEN = 2**15
 """Numbers of which nothing is known, such as ids that the graph is given, are taken to be no larger."""
+_PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
+
+Floors = Mapping[Expr, float]
+"""Expressions that are no less than a number."""
 
 
 def extent(e: Expr) -> Size | None:
@@ -35,13 +47,102 @@ def extent(e: Expr) -> Size | None:
             return args[0].shape[0]
         case "leaf":
             return args[0].bound
-        case "linear":
-            bounds = [extent(atom) for _, atom in args[1]]
-            if None in bounds or any(map(may_be_negative, (args[0], *(coefficient for coefficient, _ in args[1])))):
-                return None
-            most = sum((c * (bound - 1) for (c, _), bound in zip(args[1], bounds, strict=True)), args[0] + 1)
-            return int(most) if getattr(most, "is_Integer", True) else sympy.expand(most)
+        case "linear" if never_negative(e):
+            end = 1 - _least_sum(-args[0], ((-coefficient, atom) for coefficient, atom in args[1]))
+            return None if end == math.inf else int(end) if getattr(end, "is_Integer", True) else sympy.expand(end)
     return None
+
+
+def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
+    """True if ids that the graph computes are from 0 on; what it is given, or an operator without a form gives, is trusted."""
+    return _least(ids, floors) >= 0
+
+
+def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
+    """A lower bound, where some expressions are no less than their floors; zero for one that is no less for any sizes."""
+    if e in floors:
+        return max(floors[e], _least(e))
+    if e.kind in _PLACES or is_indicator(e):
+        return 0
+    match e.kind:
+        case "const" | "linear":
+            constant, terms = e.args if e.kind == "linear" else (e.args[0], ())
+            least = _least_sum(constant, terms, floors)
+            return least if isinstance(least, int | float) else -math.inf if may_be_negative(least) else 0
+        case "leaf" if _is_trusted(e.args[0]):
+            return 0
+        case "cast":
+            return _least(e.args[1], floors)
+        case "sum" | "prefix" if _least(e.args[1], floors) >= 0:
+            return 0
+        case "add":
+            return sum(_least(term, floors) for term in e.args)
+        case "mul":
+            return _least_product(*split_number(e), floors)
+        case "call":
+            return _least_call(e, floors)
+    return -math.inf
+
+
+def _least_sum(constant: Size, terms: Iterable[tuple[Size, Expr]], floors: Floors = MappingProxyType({})) -> Size | float:
+    """A lower bound of ``constant + sum(coefficient * atom)``."""
+    least = constant
+    for coefficient, atom in terms:
+        falls, bound = may_be_negative(coefficient), extent(atom)
+        end = _least(atom, floors) if not falls else math.inf if bound is None else bound - 1
+        if abs(end) == math.inf or (falls and may_be_negative(-coefficient)):
+            return -math.inf
+        least = least + coefficient * end
+    return least
+
+
+def _least_call(call: Expr, floors: Floors) -> float:
+    """A lower bound of a function of whole numbers.
+
+        where((ids >= 2) & (ids < 5), ids - 2, 3)       0: where the mask holds, ids are no less than 2
+    """
+    name, operands, params = call.args
+    if name == "where":
+        mask, *chosen = operands
+        return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
+    least = [_least(operand, floors) for operand in operands]
+    if name == "clamp":
+        lower, upper = params
+        bound = least[0] if lower is None else max(lower, least[0])
+        return bound if upper is None else min(bound, upper)
+    if name == "maximum":
+        return max(least)
+    if name == "minimum":
+        return min(least)
+    return 0 if name == "abs" else -math.inf
+
+
+def _floors(mask: Expr, holds: bool) -> Floors:
+    """What integers are no less than where a mask holds, or where it does not."""
+    masks = complement_of(mask)
+    return _floors_of(masks, not holds) if masks else _floors_of(factors_of(mask), holds)
+
+
+def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
+    told = [interval for factor in factors if (interval := interval_of(factor)) is not None]
+    if hold:
+        return {atom: first for atom, first, end in told if end == math.inf}
+    return {atom: end for atom, first, end in told if first == -math.inf and len(factors) == 1}
+
+
+def _least_product(number: float, factors: Sequence[Expr], floors: Floors) -> float:
+    if number >= 0:
+        return 0 if all(_least(f, floors) >= 0 for f in factors) else -math.inf
+    return number if all(map(is_indicator, factors)) else -math.inf
+
+
+def _is_trusted(value: Value) -> bool:
+    if value.bound is not None or value.op in ("input", "opaque", "output"):
+        return True
+    if value.op in ("cat", "stack"):
+        return all(map(_is_trusted, value.args[0]))
+    holds_others = value.op in ELEMENTS_OF_FIRST or value.op == "cast"
+    return holds_others and not value.dtype.is_floating_point and _is_trusted(value.args[0])
 
 
 def exact_quotient(number: Size, size: Size) -> Size | None:

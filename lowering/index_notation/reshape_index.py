@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
@@ -10,7 +9,6 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size
 Groups = tuple[tuple[range, range], ...]
 
 
-@lru_cache(maxsize=1 << 12)
 def common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> Groups:
     """The axes of both in the finest groups of one size each: one axis and another, an axis of size 1 alone, or several.
 

@@ -18,13 +18,13 @@ from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SY
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.subscripts import of_experts_alone
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 from moeblaze_ops.lowering.match.match_result import MoEMatch, Reading
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters

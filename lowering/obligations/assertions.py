@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts, written_out
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -30,6 +29,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 from moeblaze_ops.lowering.obligations.ids_in_range import natural_number
 
 Atom: TypeAlias = Expr | sympy.Symbol

@@ -5,10 +5,10 @@ from typing import Any
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 from moeblaze_ops.lowering.obligations.markers import counts_below
 
 

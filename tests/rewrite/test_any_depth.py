@@ -1,4 +1,5 @@
-"""What says how deep is looked may say anything: a layer is lost then, or found in another way, and no rewrite is wrong.
+"""What says how deep is looked, or only guesses, may say anything: a layer is lost then, or found in another way, and no
+rewrite is wrong.
 
 So these files are not among the trusted lines, and `test_layering.py` names them.
 """
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeblaze_ops.lowering.evaluate import depth, projections
+from moeblaze_ops.lowering.evaluate import depth, joined_rows, projections
 from moeblaze_ops.lowering.forms import factors
 from moeblaze_ops.lowering.graph import computed_weights, model_state
+from moeblaze_ops.lowering.index_notation import reshape_index
 from tests.corpus import twins
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import Captured
@@ -36,6 +38,8 @@ ANSWERS = {
     factors.is_given: (True, False), factors.is_low_rank: (True, False), factors.is_scale: (True, False),
     factors.look_into: (None,), computed_weights.is_computed_weight: (True, False),
     model_state.nodes_of_state: (frozenset(), Everything()),
+    joined_rows.joined_sizes: ((), (16,), (5, 11), (-1, 17), (3, 3)),
+    reshape_index.common_groups: ((), ((range(1), range(1)),), ((range(1), range(1)), (range(1, 2), range(1, 2)))),
 }  # fmt: skip
 
 
@@ -61,6 +65,7 @@ LAYERS = {
     **{name: lambda name=name: twins.build(name) for name in ("einsum_weighted_tokens", "gathered_einsum", "sorted_index_add")},
     "dense_einsum": lambda: zoo.StackedMoE(*zoo.BY_NAME["dense_einsum"][:2]),
     "einsum_dispatched": lambda: zoo.StackedMoE(*zoo.BY_NAME["einsum_dispatched"][:2]),
+    "joined_slots": lambda: zoo.ModuleListMoE(zoo.joined_slots),
     "adapted": lambda: Adapted(torch.rand(1)), "adapted_by_feature": lambda: Adapted(torch.rand(H)),
 }  # fmt: skip
 

@@ -95,6 +95,13 @@ out = x.clone(); out[:] = y[:1]; out[2:2] = 1; out[-9:2, 1:3] = y[0, 0]; return 
 out = x.clone(); out[1] += y[0]; out[2].mul_(3); out[:, 1] -= 1; return out, out[1]
 out = torch.zeros_like(x); row = out[0]; row += 1; out[1] += y[2]; out[0] += x[0]; return out, row, out.T
 c = torch.zeros(5, dtype=torch.long); c[1] += ids.sum(); c[-1] += 2; p = c[3:4]; p += 1; c[3] += 1; return c, p
+out = x.clone(); a, b = out[1:4], out[2:5]; a += 1; b *= y[:3]; return out, a, b
+out = x.clone(); part = out[:, 1:5]; part.mul_(2); part[:, 1:] = y[:, :3]; part[0] = 5; return out, part
+out = x.clone(); a, b = out.narrow(1, 1, 2), out.narrow(1, 3, 2); a.add_(y[:, :2]); b.zero_(); return out, a, b
+out = x.clone(); out[2, 1:3] = y[0, :2]; out[1:4, 0] = y[:3, 1]; out[[0, 3]] = y[:2]; return out, out[2]
+out = torch.stack([x, y]); out[1, :, 2:4] = 1; out[:, 1:3, 0] += x[:2, :2]; out[0, 1:, [1, 2]] = y[1:, :2]; return out
+out = x.clone(); out[None] = y; out[:, None, 2] = x[:, :1]; out[::2] += 1; out[1:4:2] = 3; return out
+row = torch.zeros(6).double(); out = row.expand(3, 6); part = out[1:]; part[0] = y[0]; return out * 1, row
 row = torch.zeros(6).double(); out = row.expand(3, 6); out[1] += y[0]; return out * 1, row
 flat = x.reshape(-1).clone(); out = flat.unfold(0, 6, 3); out[1] += y[0]; return out * 1, flat
 row = torch.zeros(6).double(); out = row.expand(3, 6); out[1] = y[0]; out[2, 3] = 5; return out * 1, row
