@@ -351,7 +351,7 @@ class _Landed:
             return self.body
         if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
-        added = added_to(algebra, base, self.body, () if self.free else (self.hits,))
+        added = added_to(algebra, base, self.body, () if self.free else factors_of(self.hits))
         once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)
         return once and algebra.add(base, once)
 
