@@ -9,7 +9,6 @@ from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.projections import projects
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
-
 STAYS = "moeblaze_stays"
 """In the metadata of a node right before a store: it holds what stays of the tensor, with zeros for what is stored there."""
 

@@ -38,7 +38,7 @@ def hold_what_stays(edits: Edits) -> None:
 
 
 def _stores(node: fx.Node) -> bool:
-    return (inplace_name(node) or target_name(node)) in ("setitem", "__setitem__", "index_put")
+    return (inplace_name(node) or target_name(node)) in ("setitem", "__setitem__", "index_put", "index_copy")
 
 
 def _mask_of(view: GraphView, store: fx.Node, rows: Value) -> fx.Node | None:

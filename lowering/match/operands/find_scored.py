@@ -127,7 +127,8 @@ class _Table:
         weights = self._weights(self._scores) if weights is None else weights
         if weights is None and len(found) == len(masks):
             numbers = reduce(and_, (Counter(f for f in factors_of(rest) if is_changing(f)) for rest in rests))
-            held = [self._finder.find_table((number,), (1, (self._algebra.zero,)), reshaped=True) for number in numbers.elements()]
+            only = 1, (self._algebra.zero,)
+            held = [self._finder.find_table((number,), only, reshaped=True) for number in numbers.elements()]
             weights = self._weights([self._product(Counter(factors_of(rest)) - numbers) for rest in rests]) if all(held) else None
             found += tuple(map(Scale, held))
         prove(weights is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")

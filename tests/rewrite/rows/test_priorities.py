@@ -1,4 +1,4 @@
-"""Loops of masks over experts that keep tokens by their priority: running counts in another order, zero for other experts' tokens."""
+"""Loops of masks over experts that keep tokens by their priority: running counts in another order, zero for others' tokens."""
 
 import pytest
 import torch

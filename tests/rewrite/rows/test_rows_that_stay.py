@@ -200,13 +200,16 @@ def of_one_sequence(layer, x, mask):
     return out
 
 
-@pytest.mark.parametrize("store", [seen_between, changed_between, negated, added_at_last, of_one_sequence], ids=lambda s: s.__name__)
+TWINS = [seen_between, changed_between, negated, added_at_last, of_one_sequence]
+
+
+@pytest.mark.parametrize("store", TWINS, ids=lambda store: store.__name__)
 def test_twin_is_left_alone_or_right(store):
     torch.manual_seed(1)
     layers_of(Layer(store), torch.randn(B, S, D, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("store", [*SPELLINGS.values(), of_rows_that_stand_there], ids=[*SPELLINGS.keys(), "of rows that stand there"])
+@pytest.mark.parametrize("store", [*SPELLINGS.values(), of_rows_that_stand_there], ids=[*SPELLINGS, "rows that stand there"])
 def test_masks_that_overlap_are_left_alone(store):
     torch.manual_seed(1)
     assert layers_of(Overlapping(store), torch.randn(B, S, D, dtype=torch.float64)) == 0
