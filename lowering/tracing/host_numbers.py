@@ -26,7 +26,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import TensorVariable
-from torch.fx.experimental.symbolic_shapes import constrain_range, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -323,18 +323,11 @@ def _other_axes(key: VariableTracker) -> list[VariableTracker]:
 
 
 def _number(tx: Any, bound: VariableTracker) -> VariableTracker:
-    """A bound of a slice as a number, where it is a tensor that holds one: no less than what that is clamped to.
-
-        F.one_hot(place, max(place.max() + 1, C))[..., :C]          of C classes
-    """
+    """A bound of a slice as a number, where it is a tensor that holds one."""
     bound = bound.tensor if isinstance(bound, Total) else bound
     if type(bound) is not TensorVariable or fake_value(bound).dtype.is_floating_point or fake_value(bound).numel() != 1:
         return bound
-    number, clamped = bound.call_method(tx, "item", [], {}), bound.as_proxy().node
-    least = clamped.kwargs.get("min") if target_name(clamped) == "clamp" and not is_written({clamped}) else None
-    if isinstance(least, int):
-        constrain_range(fake_value(number), min=least)
-    return number
+    return bound.call_method(tx, "item", [], {})
 
 
 def fake_value(variable: VariableTracker) -> Any:
