@@ -14,11 +14,11 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size
-from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_hidden, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative, never_negative
-from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise
+from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
 
 
 class IndexingRules(RunRules):
@@ -350,7 +350,9 @@ class _Landed:
             return self.body
         if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
-        added = added_to(algebra, base, self.body, () if self.free else (self.hits,))
+        added = added_to(algebra, base, self.body, () if self.free else factors_of(self.hits))
+        if added is None and not self.free and is_hidden(self.body):
+            return algebra.add(elsewhere(algebra, base, self.hits), algebra.mul(self.hits, self.body))
         once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)
         return once and algebra.add(base, once)
 

@@ -110,7 +110,19 @@ def added_to(algebra: Algebra, other: Expr, kept: Expr, masks: Sequence[Expr]) -
     below, terms = (Counter(e.args if e.kind == "add" else () if e is algebra.zero else (e,)) for e in (other, kept))
     if below <= terms:
         return algebra.add(*(terms - below).elements())
-    return kept if all(any(differ(f, m) for f in factors_of(term) for m in masks) for term in below) else None
+    return kept if all(_is_apart(term, masks) for term in below) else None
+
+
+def elsewhere(algebra: Algebra, e: Expr, mask: Expr) -> Expr:
+    """``e`` where a mask is 0: terms that the masks of others bracket are zero where it is 1."""
+    terms = Counter(e.args if e.kind == "add" else (e,))
+    apart = [term for term in terms.elements() if _is_apart(term, factors_of(mask))]
+    return algebra.add(*apart, algebra.mul(opposite(algebra, mask), algebra.add(*(terms - Counter(apart)).elements())))
+
+
+def _is_apart(term: Expr, masks: Sequence[Expr]) -> bool:
+    """True if one of a term's factors says of an id what is not so where one of the masks is 1."""
+    return any(differ(f, m) for f in factors_of(term) for m in masks)
 
 
 def _not(algebra: Algebra, mask: Expr) -> Expr:

@@ -29,7 +29,7 @@ from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.residual import adds, bases
+from moeblaze_ops.lowering.match.residual import STAYS, adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
@@ -307,7 +307,7 @@ class Matcher:
             others = [term for term in added if term not in own]
             before = self._experts(list(below), feature)
             before += self._chosen((t for t in below if t in experts or is_routed(t, feature)), feature)
-            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(before))
+            apart = STAYS in node.meta or values_of(self._chosen(own, feature)).isdisjoint(values_of(before))
             same = found is None or found[1:] == (own, others)
             if own and apart and same and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
                 found = node, own, others

@@ -9,9 +9,14 @@ from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.projections import projects
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
+STAYS = "moeblaze_stays"
+"""In the metadata of a node right before a store: it holds what stays of the tensor, with zeros for what is stored there."""
+
 
 def bases(view: GraphView, root: fx.Node, value: Value) -> Iterator[tuple[fx.Node, Value]]:
     """What ``value`` adds to, and the node that holds it at ``root``, or will once the writes of the sum are gone."""
+    if STAYS in root.prev.meta:
+        yield root.prev, view.value(root.prev)
     buffer = view.aliases(view.writes[root]) if root in view.writes else []
     for base in _addends(value):
         node = base.node

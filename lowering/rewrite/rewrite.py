@@ -36,6 +36,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.kept_rows import hold_kept
 from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
+from moeblaze_ops.lowering.rewrite.rows_that_stay import hold_what_stays
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
@@ -142,6 +143,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     _hold_numbers(edits)
     try:
         hold_kept(edits)
+        hold_what_stays(edits)
         view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
             matched = [result for result in results if isinstance(result, MoEMatch)]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import assert_replaced, check_against_eager
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager, compiled
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -111,6 +111,19 @@ class TestRewritten:
 
     def test_experts_with_biases(self):
         assert check_against_eager(Mixture(loop, expert=zoo.PlainMLP), torch.randn(14, zoo.D)).rewritten
+
+    @pytest.mark.parametrize("power", [1, 2, -1])
+    def test_a_number_that_is_another_at_the_next_call(self, power):
+        def scaled(self, x, shares):
+            return x + sum(shares[:, e, None] * (expert(x) * self.scale**power) for e, expert in enumerate(self.experts))
+
+        layer, x = Mixture(scaled), torch.randn(14, zoo.D, requires_grad=True)
+        run, backend = compiled(layer)
+        for layer.scale in (2.0, 0.7, 3.1):
+            learned = [x, layer.gate.weight, *layer.experts.parameters()]
+            actual, expected = ((out := call(x), torch.autograd.grad(out.sum(), learned)) for call in (run, layer))
+            torch.testing.assert_close(actual, expected)
+        assert len(backend.rewritten) == 2 and not backend.reasons  # of any number from the second on
 
     def test_columns_in_another_order(self):
         def turned(self, x, shares):

@@ -24,7 +24,7 @@ from operator import and_
 import torch
 
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, is_changing
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Axis, Finder, Operand, joined
@@ -125,6 +125,12 @@ class _Table:
         found = tuple(Scale(*mask, is_mask=True) for mask in masks if mask[0] is not None)
         weights = self._weights(rests) if len(found) == len(masks) else None
         weights = self._weights(self._scores) if weights is None else weights
+        if weights is None and len(found) == len(masks):
+            numbers = reduce(and_, (Counter(f for f in factors_of(rest) if is_changing(f)) for rest in rests))
+            only = 1, (self._algebra.zero,)
+            held = [self._finder.find_table((number,), only, reshaped=True) for number in numbers.elements()]
+            weights = self._weights([self._product(Counter(factors_of(rest)) - numbers) for rest in rests]) if all(held) else None
+            found += tuple(map(Scale, held))
         prove(weights is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
         return Scored(*weights, found)
 

@@ -93,7 +93,8 @@ def read_compared(
     summed = [s for s in selections if not s.once]
     chosen = (weighted or summed or selections)[0]
     factors = _without_markers(tuple(plain))
-    keeping = [f for f in factors if _keeps(f, chosen.ids)]
+    beside = {chosen.factor: algebra.one}  # a count that is zero where the expert is not the slot's is the count
+    keeping = [f for f in factors if _keeps(algebra.substitute(f, beside), chosen.ids)]
     for other in (s for s in weighted if s is not chosen and s.slot is not None and chosen.slot is not None):
         own = {other.slot: chosen.slot}  # of ids that differ: (sum_k [m_k] a_k) (sum_k [m_k] b_k) = sum_k [m_k] a_k b_k
         if algebra.substitute(other.ids, own) is chosen.ids:

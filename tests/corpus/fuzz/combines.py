@@ -143,7 +143,7 @@ def _stored(layer: Layer, rng: random.Random) -> list[str]:
     """A row for every slot, which its expert stores."""
     expert_method(layer, rng)
     rows = rng.choice(("x.repeat_interleave(K, dim=0)", "x[:, None].expand(-1, K, -1).reshape(-1, D)"))
-    buffer = rng.choice(("torch.empty_like(rows)", "torch.zeros_like(rows)"))
+    buffer = rng.choice(("torch.empty_like(rows)", "torch.zeros_like(rows)", "rows.clone()"))
     lines = ["flat = ids.reshape(-1)", f"rows = {rows}", f"y = {buffer}"]
     step = rng.choice((
         ["y[flat == e] = self.expert(e, rows[flat == e])"],
