@@ -9,8 +9,8 @@ A token that no expert keeps passes through. The layer adds to ``rest`` what its
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.match.matcher import view_of
 from moeblaze_ops.lowering.match.residual import STAYS
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
@@ -27,7 +27,7 @@ def hold_what_stays(edits: Edits) -> None:
         if not _stores(store) or not isinstance(value, Value) or value.op != "put" or not value.dtype.is_floating_point:
             continue
         x, (rows, *_), *_ = value.args
-        mask, insert = _mask_of(view, store, rows), Inserter(edits, store.prev)
+        mask, insert = _mask_of(view, store, rows, x.shape[:-1]), Inserter(edits, store.prev)
         if x not in rest_of:
             rest_of[x] = None if x.op == "full" else insert.call("clone", target)  # nothing stays of zeros
         if (rest := rest_of[x]) is None or mask is None:
@@ -41,9 +41,9 @@ def _stores(node: fx.Node) -> bool:
     return (inplace_name(node) or target_name(node)) in ("setitem", "__setitem__", "index_put", "index_copy")
 
 
-def _mask_of(view: GraphView, store: fx.Node, rows: Value) -> fx.Node | None:
-    """The mask of all axes but the last whose true elements the first axis of a subscript has."""
+def _mask_of(view: GraphView, store: fx.Node, rows: Value, sizes: tuple[Size, ...]) -> fx.Node | None:
+    """The mask of these sizes whose true elements the first axis of a subscript has."""
     mask = rows.args[0] if rows.op == "nonzero" else None
-    fake = None if mask is None else fake_of(mask.node)
-    is_held = mask is not None and view.value_at(mask.node, view.position[store]) is mask and fake.dtype == torch.bool
-    return mask.node if is_held and fake.dim() == fake_of(view.writes[store]).dim() - 1 else None
+    if mask is None or mask.dtype != torch.bool or len(mask.shape) != len(sizes) or not all(map(same_size, mask.shape, sizes)):
+        return None  # out[torch.where(kept[:-1, e])] = y is a store by a shorter one
+    return mask.node if view.value_at(mask.node, view.position[store]) is mask else None

@@ -200,7 +200,15 @@ def of_one_sequence(layer, x, mask):
     return out
 
 
-TWINS = [seen_between, changed_between, negated, added_at_last, of_one_sequence]
+def of_all_but_the_last(layer, x, mask):
+    out = x.clone()
+    for e in range(E):
+        b, s = torch.where(mask[:, :-1, e] > 0)
+        out[b, s] = layer.expert(e, x[b, s])
+    return out
+
+
+TWINS = [seen_between, changed_between, negated, added_at_last, of_one_sequence, of_all_but_the_last]
 
 
 @pytest.mark.parametrize("store", TWINS, ids=lambda store: store.__name__)
