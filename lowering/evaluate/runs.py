@@ -96,4 +96,3 @@ class RunRules(GroupRules):
 def _starts(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
     """Where parts of these sizes start, one behind another."""
     return tuple(accumulate(sizes, initial=0))[:-1]
-

@@ -459,4 +459,3 @@ short_forms({
     ("counts_below",): lambda view, ids, num_experts: counts_of(view, tensor(ids), num_experts),
     ("bucketize",): lambda view, x, ends, *, right=False, **kwargs: _searchsorted(view, ends, x, right=right),
 })  # fmt: skip
-

@@ -246,4 +246,3 @@ def _change_modules(layer: Layer, rng: random.Random) -> str:
     layer.define(_DOUBLED)
     layer.made.append(line)
     return f"modules: {line}"
-
