@@ -228,9 +228,9 @@ class Evaluator(IndexingRules):
 
     def _element_arange(self, value: Value, indices: Indices, depth: int) -> Expr:
         start, step = value.args
-        if self.may_be_outside(indices[0], value.shape[0]):
-            return self.algebra.leaf(value, indices)
-        return self.algebra.linear(start, [(step, indices[0])])
+        e = self.algebra.linear(start, [(step, indices[0])])
+        outside = self.may_be_outside(indices[0], value.shape[0]) or not holds(value.dtype, e)
+        return self.algebra.leaf(value, indices) if outside else e
 
     def _element_cast(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args

@@ -16,10 +16,10 @@ import torch
 from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of
 
-_LARGEST = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
+_LARGEST = LARGEST_EXACT | {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
 _GIVEN = 2**15
 """Numbers of which nothing is known, such as ids that the graph is given, are taken to be no larger."""
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")

@@ -72,6 +72,7 @@ NUMBERS = {
     "one after the other": lambda hit, dtype: hit.to(dtype) * 0.3 * 0.7,
     "written to marks": lambda hit, dtype: hit.to(dtype).div_(3),
     "without marks": lambda hit, dtype: hit * (torch.ones(1, dtype=dtype) * 0.3),
+    "of places": lambda hit, dtype: hit * torch.arange(300, dtype=dtype)[257] / 256,
     "that are summed": lambda hit, dtype: hit * torch.full((3,), 0.1, dtype=dtype).sum(),
 }
 
