@@ -282,8 +282,7 @@ class Evaluator(IndexingRules):
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
-        if value.dtype.is_floating_point:
-            return self._in_dtype(value.dtype, e)
+        e = self._in_dtype(value.dtype, e) if value.dtype.is_floating_point else e
         return e if holds(value.dtype, e) else self.algebra.leaf(value, indices)
 
     def _in_dtype(self, dtype: torch.dtype, e: Expr) -> Expr:

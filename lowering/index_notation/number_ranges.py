@@ -16,8 +16,8 @@ import torch
 from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
-from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_indicator
-from moeblaze_ops.lowering.index_notation.intervals import interval_of
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator, most_counted
+from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integer
 
 _LARGEST = LARGEST_EXACT | {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
 _GIVEN = 2**15
@@ -163,18 +163,28 @@ def may_be_negative(number: Size) -> bool:
 
 
 def holds(dtype: torch.dtype, e: Expr) -> bool:
-    """True if ``dtype`` holds all that an index may be; sizes that are symbols are those of tensors in memory."""
-    if dtype not in _LARGEST or e.kind not in ("const", "linear"):
+    """True if ``dtype`` holds all that a sum of integers may be; sizes that are symbols are those of tensors in memory.
+
+        (ids == e).to(torch.bfloat16) + 256         not this: it is 256 where the mark is 1
+    """
+    if dtype not in _LARGEST or e.kind not in ("const", "linear", "add"):
         return True
-    constant, terms = e.args if e.kind == "linear" else (e.args[0], ())
-    largest: float = abs(constant) if isinstance(constant, int) else 0
-    for coefficient, atom in terms:
-        bound = extent(atom)
-        if isinstance(coefficient, int) and (bound is None or isinstance(bound, int)):
-            largest += abs(coefficient) * (_most_given(atom) if bound is None else max(bound - 1, 0))
-    return largest <= _LARGEST[dtype]
+    terms = [split_number(term) for term in (e.args if e.kind == "add" else (e,))]
+    if e.kind == "linear":
+        terms = [(e.args[0], ()), *((number, (atom,)) for number, atom in e.args[1])]
+    least = most = 0.0
+    for number, atoms in terms:
+        if not all(is_count(atom) or is_integer(atom) for atom in atoms):
+            return True
+        end = number * math.prod(map(_most, atoms)) if isinstance(number, int) else 0
+        ends = (0, end) if all(map(is_count, atoms)) else (-end, end)
+        least, most = least + min(ends), most + max(ends)
+    return max(-least, most) <= _LARGEST[dtype]
 
 
-def _most_given(atom: Expr) -> float:
-    """The largest number that an atom without a bound may be; one that wrapped around before may be any."""
-    return math.inf if atom.kind == "leaf" and atom.args[0].op == "pointwise" else _GIVEN
+def _most(atom: Expr) -> float:
+    """The largest number that an integer may be, 1 or more; one that wrapped around before may be any."""
+    bound = most_counted(atom) + 1 if is_count(atom) else extent(atom)
+    if bound is None:
+        return math.inf if atom.kind == "leaf" and atom.args[0].op == "pointwise" else _GIVEN
+    return max(bound - 1, 1) if isinstance(bound, int) else 1

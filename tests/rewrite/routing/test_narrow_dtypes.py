@@ -90,6 +90,19 @@ def test_numbers_are_those_that_a_dtype_holds(name, dtype):
     assert check_against_eager(layer, torch.randn(10, zoo.D, dtype=torch.float64), tolerance=1e-12).rewritten
 
 
+@pytest.mark.parametrize("number, is_held", [(254, True), (256, False)])
+@pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 1), (torch.float16, 2**3), (torch.float32, 2**16)], ids=str)
+def test_marks_that_a_dtype_holds_beside_a_number(dtype, scale, number, is_held):
+    """A mark plus 256 is 256 in bf16."""
+
+    def marked(self, x, weights, ids):
+        hits = (((ids == e).to(dtype) + number * scale) - number * scale for e in range(zoo.E))
+        return sum(expert(x) * (weights * hit).sum(-1, keepdim=True) for expert, hit in zip(self.experts, hits, strict=True))
+
+    layer = zoo.ModuleListMoE(marked).double()
+    assert bool(check_against_eager(layer, torch.randn(10, zoo.D, dtype=torch.float64)).rewritten) == is_held
+
+
 CASTS = {
     "of weighted rows": (lambda w: w, lambda rows, dtype: rows.to(dtype), torch.float32),
     "of all weights": (lambda w: w.bfloat16(), lambda rows, dtype: rows, torch.bfloat16),
