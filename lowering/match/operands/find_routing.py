@@ -88,7 +88,8 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing], ids
     experts, targets, count = by_number(of_all)
     slot = routings[0].slot
     if any(own != of_all for own in others):
-        found = joined([finder.find(by_number(own)[1], experts, count) for own in kept.values()])
+        alike = all(own.keys() == of_all.keys() for own in others)  # not so of two layers that store over one tensor
+        found = joined([finder.find(by_number(own)[1], experts, count) for own in kept.values()]) if alike else None
         found = found and replace(found, of_slots=True)
     elif slot is not None and any(slot in target.free for target in targets):
         axes = (finder.num_tokens, (finder.token,)), (slot.args[1], (slot,)), (count, experts)

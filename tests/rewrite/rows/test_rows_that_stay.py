@@ -221,3 +221,24 @@ def test_twin_is_left_alone_or_right(store):
 def test_masks_that_overlap_are_left_alone(store):
     torch.manual_seed(1)
     assert layers_of(Overlapping(store), torch.randn(B, S, D, dtype=torch.float64)) == 0
+
+
+def test_two_layers_one_over_the_other_end_in_no_error():
+    """The other one's experts are not those of the first, wherever the first's rows end."""
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Layer(at_indices), Layer(at_indices)
+
+        def forward(self, x):
+            mask = F.one_hot(self.first.router(x).argmax(dim=-1), E)
+            out = at_indices(self.first, x, mask * (mask.cumsum(dim=-2) <= C))
+            mask = F.one_hot(self.second.router(out).argmax(dim=-1), E)
+            return at_indices(self.second, out, mask * (mask.cumsum(dim=-2) <= C))
+
+    torch.manual_seed(1)
+    layer, x = Two().double(), torch.randn(B, S, D, dtype=torch.float64)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(trained(layer, torch.compile(layer, backend=backend), x), trained(layer, layer, x))
+    reasons = [c.reason for r in records if isinstance(r, moeblaze_compile.GraphRecord) for c in r.report.declined]
+    assert reasons and "INTERNAL" not in reasons
