@@ -94,7 +94,7 @@ def read_compared(
     chosen = (weighted or summed or selections)[0]
     factors = _without_markers(tuple(plain))
     beside = {chosen.factor: algebra.one}  # a count that is zero where the expert is not the slot's is the count
-    keeping = [f for f in factors if _keeps(algebra.substitute(f, beside), chosen.ids)]
+    keeping = [f for f in factors if _keeps(algebra.substitute(f, beside) if _counts(f) else f, chosen.ids)]
     for other in (s for s in weighted if s is not chosen and s.slot is not None and chosen.slot is not None):
         own = {other.slot: chosen.slot}  # of ids that differ: (sum_k [m_k] a_k) (sum_k [m_k] b_k) = sum_k [m_k] a_k b_k
         if algebra.substitute(other.ids, own) is chosen.ids:
@@ -223,6 +223,11 @@ def _keeps(factor: Expr, ids: Expr) -> bool:
     compares = next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
     made_of = {ids, *subexpressions(ids, lambda e: e.kind == "leaf")}
     return is_indicator(factor) and compares and next(iter(subexpressions(factor, made_of.__contains__)), None) is None
+
+
+def _counts(factor: Expr) -> bool:
+    """True if a running count is compared, and not a score."""
+    return next(iter(subexpressions(factor, lambda e: e.kind == "prefix")), None) is not None
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:
