@@ -88,8 +88,8 @@ def _least_sum(constant: Size, terms: Iterable[tuple[Size, Expr]], floors: Floor
     """A lower bound of ``constant + sum(coefficient * atom)``."""
     least = constant
     for coefficient, atom in terms:
-        falls, bound = may_be_negative(coefficient), extent(atom)
-        end = _least(atom, floors) if not falls else math.inf if bound is None else bound - 1
+        falls = may_be_negative(coefficient)
+        end = _least(atom, floors) if not falls else math.inf if (bound := extent(atom)) is None else bound - 1
         if abs(end) == math.inf or (falls and may_be_negative(-coefficient)):
             return -math.inf
         least = least + coefficient * end

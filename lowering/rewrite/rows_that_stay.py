@@ -9,6 +9,7 @@ A token that no expert keeps passes through. The layer adds to ``rest`` what its
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.match.matcher import view_of
@@ -24,7 +25,7 @@ def hold_what_stays(edits: Edits) -> None:
     view, rest_of = view_of(edits.graph), dict[Value, fx.Node | None]()
     for store, target in view.all_writes():
         value = view.result(store)
-        if not _stores(store) or not isinstance(value, Value) or value.op != "put" or not value.dtype.is_floating_point:
+        if not _stores(store) or not isinstance(value, Value) or value.op != "put":
             continue
         x, (rows, *_), *_ = value.args
         mask, insert = _mask_of(view, store, rows, x.shape[:-1]), Inserter(edits, store.prev)
@@ -38,7 +39,10 @@ def hold_what_stays(edits: Edits) -> None:
 
 
 def _stores(node: fx.Node) -> bool:
-    return (inplace_name(node) or target_name(node)) in ("setitem", "__setitem__", "index_put", "index_copy")
+    """True if a node stores floating-point numbers by a subscript."""
+    if (inplace_name(node) or target_name(node)) not in ("setitem", "__setitem__", "index_put", "index_copy"):
+        return False
+    return getattr(fake_of(node.all_input_nodes[0]), "dtype", torch.int64).is_floating_point
 
 
 def _mask_of(view: GraphView, store: fx.Node, rows: Value, sizes: tuple[Size, ...]) -> fx.Node | None:
