@@ -57,7 +57,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
 from moeblaze_ops.lowering.tracing.host_numbers import compared
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
 from moeblaze_ops.lowering.tracing.questions import Questions, asked_by, holds_numbers_of_data
-from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, known_of_sizes, realized, says_more, world
+from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, is_unread, known_of_sizes, realized, says_more, world
 
 Variable = VariableTracker
 
@@ -252,7 +252,7 @@ class Branches:
         before = list(tx.stack)
         goes_on = original(tx)
         kept = next((i for i, (one, other) in enumerate(zip(before, tx.stack, strict=False)) if one is not other), len(tx.stack))
-        taken = [realized(variable) for variable in before[kept:]]
+        taken = [realized(variable) for variable in before[kept:] if not is_unread(variable)]
         if instruction.opname != "FOR_ITER" and not moves(tx, instruction):
             self.taken(taken)
         self.longer.refuse(tx, instruction, taken)

@@ -19,6 +19,11 @@ def realized(variable: Variable) -> Variable:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
+def is_unread(variable: Variable) -> bool:
+    """True if Dynamo has not looked at a value yet: what is done with it so far depends on nothing of it."""
+    return isinstance(variable, LazyVariableTracker) and not variable.is_realized()
+
+
 def is_same(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
     """True if two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
     if without is None or with_ is None:

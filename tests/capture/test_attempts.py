@@ -543,6 +543,21 @@ def test_the_first_attempt_is_looked_at_in_any_mode(monkeypatch, around):
     assert switch.why_no_attempts() is None
 
 
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [lambda: torch.device("cpu"), Passing], ids=["device", "functions"])
+def test_attempts_are_made_below_a_mode(around):
+    """As below `torch.set_default_device`, whose functions Dynamo traces for each operator, sets of functions among them."""
+    x = torch.randn(5, 3)
+    torch._dynamo.reset()
+    with rewriting_backend() as backend, switch.recording() as records, around():
+        torch.testing.assert_close(torch.compile(skips_idle_experts, backend=backend)(x), skips_idle_experts(x))
+    assert [record.done for record in records if isinstance(record, switch.CaptureRecord)]
+
+
 class Layer(torch.nn.Module):
     """Dynamo alone gives up a function whose graph breaks in a loop, for all that run its code from then on."""
 
