@@ -21,7 +21,7 @@ _REMEDIES = {
     "DIFFERENT_ACTIVATIONS": "use one activation for all experts",
     "EXPERT_COVERAGE": "use experts 0 to E-1 once each",
     "WEIGHT_LAYOUT": "keep each projection in one tensor [E, F, D], or its experts apart",
-    "DISTINCT_EXPERTS": "add outputs of experts (out[t] += y) where a token may name an expert twice",
+    "DISTINCT_EXPERTS": "take ids from a topk in the same graph, or add what is stored (out[t] += y, scatter_add)",
     "DTYPE_PATH": "compute the experts in the dtype of x, or under autocast",
     "OPERAND_CHANGED": "write to the operand after the layer, not inside of it",
     "BUFFER_ALIASED": "write to a buffer that nothing else reads meanwhile",
@@ -149,7 +149,12 @@ _UNSAID = ("", "__self__", "__dict__", "func", "_modules", "_orig_mod", "_checkp
 
 
 def module_name(path: str) -> str:
-    """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``."""
+    """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``.
+
+    Where weights are given to ``torch.func.functional_call``, ``getattr(L['self'].layers, '0')`` is ``layers.0``.
+    """
+    while (named := re.sub(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)) != path:
+        path = named
     path = re.sub(r"^L\['(self|fn)'\]", "", path)
     path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)

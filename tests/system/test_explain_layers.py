@@ -121,6 +121,13 @@ def test_names_in_a_function_are_its_own():
     assert names and not any("[" in name for name in names)
 
 
+def test_names_in_a_functional_call_are_those_of_modules():
+    blocks = Blocks(count=2)
+    weights = dict(blocks.named_parameters())
+    explanation = moeblaze_ops.explain(lambda x: torch.func.functional_call(blocks, weights, (x,)), torch.randn(6, 16))
+    assert [c.where.partition(" ")[0] for c in explanation.candidates] == ["blocks.layers.0", "blocks.layers.1"]
+
+
 def test_hooks_of_the_model_run():
     """FSDP2 gathers parameters in one; a forward that is called past it reads what is not there."""
     layer, x = Dense(), torch.randn(6, 16)
