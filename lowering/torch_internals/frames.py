@@ -26,7 +26,7 @@ from torch._dynamo.eval_frame import (
 )
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.torch_internals.room import call_with_room
@@ -254,6 +254,13 @@ def breaks_since() -> Callable[[], list[str]]:
 def restarts(error: Exception) -> bool:
     """True if an error says that Dynamo is to trace the frame once more."""
     return isinstance(error, exc.RestartAnalysis)
+
+
+def asks_for_data(error: BaseException | None) -> bool:
+    """True if a compiler gave up because it needs a number that only the data tell, as Dynamo's graph alone never has one."""
+    while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def register_backend(backend: Callable, name: str) -> None:

@@ -72,8 +72,10 @@ def call(branches: Any, original: Callable, tx: Any, fn: Any, args: list, kwargs
         called, given, named = called.func, [*called.args, *given], {**called.keywords, **named}
     if branches.traces:
         branches.questions.refuse(getattr(called, "fn", getattr(called, "_fn", None)), given)
+        if isinstance(called, PolyfilledFunctionVariable | TorchInGraphFunctionVariable | NumpyVariable):
+            given, named = list(map(realized, given)), {name: realized(value) for name, value in named.items()}
         if isinstance(called, PolyfilledFunctionVariable):
-            found, _ = _given_by_python(branches, tx, called.fn, list(map(realized, given)), named)
+            found, _ = _given_by_python(branches, tx, called.fn, given, named)
         elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
             found = branches.instead(host_numbers.handled, tx, called.value, given, named)
             found = branches.instead(leaves.handled, tx, called.value, given, named) if found is None else found

@@ -143,8 +143,10 @@ def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker 
         F.one_hot(place, counts.max()), F.one_hot(place, counts.max().item())
     """
     ids, given = arguments.get("tensor"), arguments.get("num_classes")
-    if given is None or type(ids) is not TensorVariable or not _is_number_of_data(number := _number(tx, given)):
+    if given is None or type(ids) is not TensorVariable:
         return None
+    if not _is_number_of_data(number := _number(tx, given)):
+        return None if number is given else _traced(tx, torch.nn.functional.one_hot, [ids, number])
     of_ids, held = ids.as_proxy(), _holder(tx, ids, given)
     most = given.as_proxy() if held is None else held
     in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})

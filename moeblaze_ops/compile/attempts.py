@@ -175,7 +175,10 @@ def rewritten(report: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if (attempt := _attempt.get()) is not None and not frames.restarts(error):
-            attempt.error = error
+            if frames.asks_for_data(error):
+                attempt.left = f"the compiler needs a number that only the data tell: {str(error).partition(chr(10))[0]}"
+            else:
+                attempt.error = error
         raise
     finally:
         _report.reset(token)

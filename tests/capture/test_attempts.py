@@ -543,6 +543,25 @@ def test_the_first_attempt_is_looked_at_in_any_mode(monkeypatch, around):
     assert switch.why_no_attempts() is None
 
 
+TAKE_NUMBERS = {
+    "subscript": lambda x, n: x[n] * 2,
+    "classes": lambda x, n: F.one_hot(x.argmax(-1), num_classes=n),
+    "parts": lambda x, n: torch.cat([part * 2 for part in x.split(n)]),
+    "steps": lambda x, n: torch.linspace(0, 1, n) * 2,
+}
+
+
+@pytest.mark.parametrize("takes", TAKE_NUMBERS.values(), ids=TAKE_NUMBERS)
+def test_tensors_that_are_taken_for_numbers(takes):
+    """Where Dynamo traces numbers of elements, it knows those of its inputs, and Inductor does not."""
+    torch._dynamo.reset()
+    x = torch.randn(12, 4)
+    with moeblaze_ops.enabled():
+        compiled = torch.compile(takes)
+        for n in (torch.tensor(4), torch.tensor(6)):
+            torch.testing.assert_close(compiled(x, n), takes(x, n))
+
+
 class Passing(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
