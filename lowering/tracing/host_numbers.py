@@ -193,15 +193,14 @@ def _selected_rows(tx: Any, dtype: torch.dtype, device: torch.device, numbers: V
 
 def _made_of_numbers(tx: Any, numbers: VariableTracker, settings: dict[str, VariableTracker]) -> VariableTracker | None:
     """What ``torch.tensor`` makes of numbers of selected rows, on a device that it is told."""
-    given = {name: setting.as_python_constant() for name, setting in settings.items() if name in ("dtype", "device")}
+    known = {name: setting for name, setting in settings.items() if name in ("dtype", "device") and setting.is_python_constant()}
+    given = {name: setting.as_python_constant() for name, setting in known.items()}
     if len(given) < len(settings) or given.get("device") is None:
         return None
     return _selected_rows(tx, given.get("dtype") or torch.int64, torch.device(given["device"]), numbers)
 
 
-def _counts_of(
-    tx: Any, dtype: torch.dtype, device: torch.device, numbers: list[VariableTracker]
-) -> list[VariableTracker]:
+def _counts_of(tx: Any, dtype: torch.dtype, device: torch.device, numbers: list[VariableTracker]) -> list[VariableTracker]:
     """What numbers of selected rows count, each in a tensor; nothing where one is another number.
 
         load[e] += len(rows)            load[e] += mask.count_nonzero()
