@@ -9,7 +9,7 @@ between and absence of aliases then need no search of their own.
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, permutations
@@ -499,12 +499,20 @@ def _is_reshape(a: fx.Node, b: fx.Node) -> bool:
     return same_size(*numels) and all(is_contiguous_or_false(f) and size_of(f.storage_offset()) == 0 for f in fakes)
 
 
+def _switches_on(name: str, settings: Sequence) -> bool:
+    """True if the mode is on inside, or was before."""
+    if name == "_enter_autocast":
+        return settings[2] or torch.is_autocast_enabled(settings[0])
+    return name != "_enter_inference_mode" or settings[0]
+
+
 def _next_context(context: tuple, node: fx.Node) -> tuple:
     if node.op != "call_function":
         return context
     name = target_name(node)
     if name in _CONTEXT_ENDS.values():
-        changes = name not in GRADIENT_MODES or node.args[0] or any(mode in GRADIENT_MODES for mode, _ in context)
+        kinds = GRADIENT_MODES if name in GRADIENT_MODES else (name,)
+        changes = _switches_on(name, node.args) or any(mode in kinds for mode, _ in context)
         return (*context, (name, node.args)) if changes else context
     if name in _CONTEXT_ENDS:
         begun = [i for i, entry in enumerate(context) if entry[0] == _CONTEXT_ENDS[name]]

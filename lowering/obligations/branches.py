@@ -217,9 +217,12 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     proof = _Proof(known, begin, end, fork)
     says_of_rows = proof.assume()
     differs = _difference(proof, known, numbers, begin, end) if says_of_rows or proof.most else ""
-    if differs is None or says_of_rows:
+    if differs is None or says_of_rows or differs == _NUMBER:
         return differs
     return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
+
+
+_NUMBER = "a number of Python's is another where the condition is false: count in a tensor, `n += (mask.sum() - C).clamp(min=0)`"
 
 
 def _difference(proof: "_Proof", known: _Known, numbers: _Known | None, begin: fx.Node, end: fx.Node) -> str | None:
@@ -231,7 +234,8 @@ def _difference(proof: "_Proof", known: _Known, numbers: _Known | None, begin: f
     for before, after in zip(*end.args[1:3], strict=True):
         graded = any(isinstance(operand, fx.Node) and needs_gradient(operand) for operand in (before, after))
         if not (proof if graded else written).same_operand(before, after):
-            return f"{name_of(after)} may be another where the condition is false"
+            is_number = isinstance(after, fx.Node) and isinstance(fake_of(after), torch.SymInt)
+            return _NUMBER if is_number else f"{name_of(after)} may be another where the condition is false"
     for part in end.args[3]:
         if not proof.is_empty(part):
             return f"{name_of(part)}, which is appended to a list, may have rows where the condition is false"
@@ -432,7 +436,8 @@ class _Proof:
         indices = self.evaluator.variables(before)
         made_beside = self.view.position.get(before.node, -1) > self.fork
         for base in (accumulators(before) if made_beside else [before]) if before.dtype.is_floating_point else ():
-            self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
+            if base.op != "full":  # of zeros, each is the same as any others: the work may read some
+                self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
         return self._same_at(before, after, indices)
 
     def _same_at(self, before: Value, after: Value, indices: Indices) -> bool:

@@ -373,7 +373,9 @@ class Branches:
 
         def compare(what: str, without: Variable | None, with_: Variable | None) -> None:
             if not is_same(without, with_, pairs):
-                self.decline(branch, f"{what} would be another")
+                is_sum = isinstance(without, ConstantVariable) and isinstance(with_, TensorVariable)
+                begin = " (begin with `torch.zeros_like(x)`, not with a number)" if is_sum else ""
+                self.decline(branch, f"{what}{begin} would be another")
 
         if branch.world != world(tx):
             self.decline(branch, "hooks, random numbers, prints or modes of torch would be others")

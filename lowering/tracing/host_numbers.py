@@ -89,6 +89,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
             return counts
         return None
+    if function is torch.tensor and len(args) == 1:
+        return _made_of_numbers(tx, args[0], kwargs)
     if function is torch.nn.functional.one_hot:
         return _one_hot(tx, dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs)
     along_rows = function in (*_RUNNING_SUMS, *_JOINS) and kwargs.keys() <= {"axis", "dim"}
@@ -128,7 +130,7 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         counts = _traced(tx, counts_below, [ids, ConstantVariable.create(number)])
         return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
     if name == "new_tensor" and len(args) == 1 and not kwargs:
-        return _selected_rows(tx, fake_value(x), args[0])
+        return _selected_rows(tx, fake_value(x).dtype, fake_value(x).device, args[0])
     if name == "__setitem__" and (count := _in_tensor(tx, x, args[1])) is not None:
         return x.call_method(tx, name, [args[0], count], {})
     if name == "__setitem__" and all(map(_is_whole, _other_axes(args[0]))) and (bounds := _bounds_of_data(tx, args[0])):
@@ -181,20 +183,27 @@ def _holder(tx: Any, x: VariableTracker, number: VariableTracker) -> torch.fx.Pr
     return torch.fx.Proxy(read.args[0], tx.output.current_tracer)
 
 
-def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> VariableTracker | None:
+def _selected_rows(tx: Any, dtype: torch.dtype, device: torch.device, numbers: VariableTracker) -> VariableTracker | None:
     """How many rows masks select, in a tensor that is made of these numbers: it counts what is true instead.
 
-        x.new_tensor([len(rows) for rows in parts])     torch.stack([mask.count_nonzero() for mask in masks]).to(x.dtype)
+        x.new_tensor([len(rows) for rows in parts])     torch.stack([mask.count_nonzero().to(x.dtype) for mask in masks])
     """
     items = numbers.items if isinstance(numbers, ListVariable) else []
-    if not items or not (counts := _counts_of(tx, like, items)):
+    counts = _counts_of(tx, dtype, device, items)
+    return _traced(tx, torch.stack, [ListVariable(counts)]) if counts else None
+
+
+def _made_of_numbers(tx: Any, numbers: VariableTracker, settings: dict[str, VariableTracker]) -> VariableTracker | None:
+    """What ``torch.tensor`` makes of numbers of selected rows, on a device that it is told."""
+    known = {name: setting for name, setting in settings.items() if name in ("dtype", "device") and setting.is_python_constant()}
+    given = {name: setting.as_python_constant() for name, setting in known.items()}
+    if len(given) < len(settings) or given.get("device") is None:
         return None
-    stacked = _traced(tx, torch.stack, [ListVariable(counts)])
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "to", (stacked.as_proxy(), like.dtype), {}))
+    return _selected_rows(tx, given.get("dtype") or torch.int64, torch.device(given["device"]), numbers)
 
 
-def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> list[VariableTracker]:
-    """What numbers of selected rows count, each in a tensor beside ``like``; nothing where one is another number.
+def _counts_of(tx: Any, dtype: torch.dtype, device: torch.device, numbers: list[VariableTracker]) -> list[VariableTracker]:
+    """What numbers of selected rows count, each in a tensor; nothing where one is another number.
 
         load[e] += len(rows)            load[e] += mask.count_nonzero()
         load[e] += len(rows[:C])        load[e] += (mask & (mask.cumsum(0) <= C)).count_nonzero()
@@ -209,21 +218,22 @@ def _counts_of(tx: Any, like: torch.Tensor, numbers: list[VariableTracker]) -> l
     counts = []
     for whole, stop in map(cut_of, map(_size_of, numbers)):
         mask = mask_of.get(whole)
-        if mask is None or is_written({mask}) or fake_of(mask).device != like.device:
+        if mask is None or is_written({mask}) or fake_of(mask).device != device:
             return []
         true = wrap_fx_proxy(tx, torch.fx.Proxy(mask, tx.output.current_tracer).flatten())
         if stop is not None:
             true = true if fake_of(mask).dtype == torch.bool else true.call_method(tx, "bool", [], {})
             number = true.call_method(tx, "cumsum", [ConstantVariable.create(0)], {})
             true = _traced(tx, torch.logical_and, [true, _traced(tx, torch.le, [number, ConstantVariable.create(stop)])])
-        counts.append(_traced(tx, torch.count_nonzero, [true]))
+        counts.append(_traced(tx, torch.count_nonzero, [true]).call_method(tx, "to", [ConstantVariable.create(dtype)], {}))
     return counts
 
 
 def _in_tensor(tx: Any, x: VariableTracker, number: VariableTracker) -> VariableTracker | None:
     """A number of selected rows as a tensor, where one of the dtype of ``x`` holds it as it would hold a number of Python's."""
-    held = isinstance(x, TensorVariable) and fake_value(x).dtype in (torch.int64, torch.float32, torch.float64)
-    return next(iter(_counts_of(tx, fake_value(x), [number])), None) if held else None
+    fake = fake_value(x) if isinstance(x, TensorVariable) else None
+    held = fake is not None and fake.dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
+    return next(iter(_counts_of(tx, fake.dtype, fake.device, [number])), None) if held else None
 
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)

@@ -338,6 +338,19 @@ def test_explain_says_why_a_branch_stays(capsys):
     assert any("'used' would be another where the condition is false" in note for note in explanation.notes)
 
 
+def test_explain_says_what_a_sum_begins_with(capsys):
+    def combine(self, x, weights, ids):
+        out = 0.0
+        for e, expert in enumerate(self.experts):
+            mask = ids == e
+            if mask.any():
+                out = out + expert(x) * (weights * mask).sum(-1, keepdim=True)
+        return out
+
+    explanation = moeblaze_ops.explain(make_layer(combine), torch.randn(T, zoo.D))
+    assert any("'out' (begin with `torch.zeros_like(x)`, not with a number)" in note for note in explanation.notes)
+
+
 def test_explain_says_what_an_expert_changes(capsys):
     layer = make_layer(guarded.numel_continue, expert=CountingExpert)
     explanation = moeblaze_ops.explain(layer, torch.randn(T, zoo.D))

@@ -53,6 +53,34 @@ def in_a_list(x, parts):
     return [len(part) for part in parts]
 
 
+def in_a_tensor(x, parts):
+    return torch.tensor([part.numel() for part in parts], device=x.device)
+
+
+def in_a_tensor_of_floats(x, parts):
+    return torch.tensor([len(part) for part in parts], dtype=torch.float32, device=x.device)
+
+
+def in_a_leaf(x, parts):
+    return torch.tensor([len(part) for part in parts], dtype=x.dtype, device=x.device, requires_grad=True)
+
+
+def wherever_tensors_are_made(x, parts):
+    return torch.tensor([len(part) for part in parts])
+
+
+def in_32_bits(x, parts, dtype=torch.int32):
+    load = torch.zeros(E, dtype=dtype)
+    for e, part in enumerate(parts):
+        load[e] += len(part)
+    return torch.stack([load[e] + len(part) for e, part in enumerate(parts)])
+
+
+def in_16_bits(x, parts):
+    """More rows than it holds would be an error."""
+    return in_32_bits(x, parts, torch.int16)
+
+
 def trained(layer, run, x):
     layer.zero_grad()
     x = x.clone().requires_grad_()
@@ -63,7 +91,10 @@ def trained(layer, run, x):
 
 @pytest.mark.parametrize(
     ("counted", "number"),
-    [(by_length, 1), (by_shape, 1), (multiples, 0), (of_a_part, 1), (in_a_list, 0)],
+    [
+        (by_length, 1), (by_shape, 1), (in_a_tensor, 1), (in_a_tensor_of_floats, 1), (in_32_bits, 1), (of_a_part, 1),
+        (multiples, 0), (in_a_list, 0), (in_a_leaf, 0), (wherever_tensors_are_made, 0), (in_16_bits, 0),
+    ],  # fmt: skip
     ids=lambda of: getattr(of, "__name__", ""),
 )
 def test_counts_in_a_tensor(counted, number):

@@ -133,6 +133,18 @@ def test_modes_end_on_their_own():
     assert view.is_without_gradient(detached) and not view.is_without_gradient(attached)
 
 
+def test_no_inference_mode_is_gradients():
+    def fn(x):
+        with torch.no_grad():
+            with torch.inference_mode(False):
+                attached = x * 2
+            return attached, x * 2
+
+    view, nodes = _capture(fn, torch.randn(3, requires_grad=True))
+    attached, detached = nodes["output"].args[0]
+    assert view.is_gradient_off(detached) and not view.is_gradient_off(attached)
+
+
 def _names(nodes) -> list[str]:
     return [node.name for node in nodes if node.op != "placeholder"]
 

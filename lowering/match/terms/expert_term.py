@@ -49,6 +49,7 @@ class ExpertTerm:
 
 MORE_PROJECTIONS = "experts of three projections or more, of which the operators compute two"
 ONE_PROJECTION = "experts of one projection each, without an activation, which no operator computes"
+_RESIDUAL = "an expert adds more than a bias, such as its input: add `x * weights.sum(-1, keepdim=True)` behind the layer instead"
 _ONE_FEATURE = "experts of one feature each (F = 1), whose slots are summed as features are"
 
 
@@ -202,7 +203,7 @@ def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
     products = [t for t in _terms(e) if _scaled_sum(t, output) is not None]
     others = [t for t in _terms(e) if t not in products]
     prove(len(products) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
-    prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
+    prove(len(others) <= 1 and all(map(_is_weight_element, others)), Reason.NOT_TWO_PROJECTIONS, _RESIDUAL)
     product = _scaled_sum(products[0], output)
     return product, [f for f in factors_of(products[0]) if f is not product], others[0] if others else None
 
@@ -210,7 +211,7 @@ def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
 def _is_weight_element(e: Expr) -> bool:
     while e.kind == "cast":
         e = e.args[1]
-    return e.kind == "leaf"
+    return e.kind == "leaf" and not any(index.kind == "var" and index.args[2] == "t" for index in e.args[1])
 
 
 def is_chosen_bias(e: Expr) -> bool:

@@ -66,7 +66,18 @@ def zeros_that_are_added(self, x, weights, ids):
     return out
 
 
-ZEROS = (zeros_in_the_other_branch, zeros_appended, zeros_at_first, zeros_that_are_added)
+def zeros_for_other_tokens(self, x, weights, ids):
+    """They are the zeros that the sum begins with."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.any():
+            share = (weights * mask).sum(dim=-1, keepdim=True)
+            out = out + torch.where(mask.any(dim=-1, keepdim=True), expert(x) * share, torch.zeros_like(x))
+    return out
+
+
+ZEROS = (zeros_in_the_other_branch, zeros_appended, zeros_at_first, zeros_that_are_added, zeros_for_other_tokens)
 
 
 # Near misses.
@@ -143,6 +154,7 @@ def zeros_that_are_counted(self, x, weights, ids):
 
 _CHANGED = all_changed(
     {
+        "ones_for_other_tokens": (zeros_for_other_tokens, ("share, torch.zeros_like(x)", "share, torch.ones_like(x)")),
         "zeros_with_more_rows_stored": (zeros_that_are_changed, ("y += 1", "y[:2] += 1")),
         "zeros_at_rows_of_others": (
             zeros_that_are_changed, ("mask = (", "mask, others = ("), (".any(dim=-1)", ".any(dim=-1), (ids != e).any(dim=-1)"),

@@ -203,6 +203,33 @@ def test_derivatives_that_are_computed_forward():
     assert backend.reasons == ["CONTEXT"]
 
 
+off, on = torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16)
+
+
+def experts_off(self, x, weights, ids):
+    return masked(self, x, weights, ids, expert=off(lambda mlp, x: mlp(x)))
+
+
+AUTOCAST = {
+    "off where it was off": (experts_off, False, []),
+    "off where it was on": (experts_off, True, ["CONTEXT"]),
+    "off inside of on": (on(experts_off), False, ["CONTEXT"]),
+    "off inside of on, again": (on(lambda m, x, *routed: experts_off(m, off(lambda x: x * 2)(x), *routed)), False, ["CONTEXT"]),
+    "all of it off inside of on": (on(off(masked)), False, []),
+    "on inside of off": (off(lambda *a: masked(*a, expert=on(lambda mlp, x: mlp(x)))), False, ["CONTEXT"]),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_is_switched_off(name):
+    combine, around, reasons = AUTOCAST[name]
+    layer, x = zoo.ModuleListMoE(combine).float(), torch.randn(T, zoo.D, dtype=torch.float32)
+    run, backend = compiled(layer)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        torch.testing.assert_close(run(x), layer(x))
+    assert backend.reasons == reasons
+
+
 GATHERED = {entry[0].__name__: entry for entry in zoo.STACKED if entry[0].__name__.startswith("gathered")}
 
 

@@ -177,6 +177,33 @@ def test_experts_over_one_projection_are_told_so():
     assert "experts share" in layer.detail and "computed once for each token" in layer.detail
 
 
+class _Residual(nn.Module):
+    """As adapters of recommenders have it."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.down = nn.Linear(zoo.D, zoo.FF, bias), nn.Linear(zoo.FF, zoo.D, bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x))) + x
+
+
+def _residual_behind(self, x, weights, ids):
+    out = sum(e.down(F.gelu(e.up(x))) * (weights * (ids == n)).sum(-1, keepdim=True) for n, e in enumerate(self.experts))
+    return out + x * weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_that_add_their_input(bias):
+    """What they are told to write computes the same, and is rewritten."""
+    layer, x = zoo.ModuleListMoE(_of_three, lambda: _Residual(bias)), torch.randn(10, zoo.D)
+    (left,) = rewrite_of(layer, x).candidates
+    assert left.reason == "NOT_TWO_PROJECTIONS" and "x * weights.sum(-1, keepdim=True)" in left.detail
+    expected, layer.combine = layer(x), _residual_behind
+    torch.testing.assert_close(layer(x), expected)
+    assert_replaced(check_against_eager(layer, x))
+
+
 def test_experts_of_one_feature_are_not_the_features_of_one_expert():
     """As Doge and PEER have them: experts are two rows of embeddings each, and the sum over slots is that over features."""
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
@@ -314,3 +315,32 @@ def of_bytes(load, e, token):
 def test_what_is_no_count_is_left_alone(counted):
     torch.manual_seed(1)
     assert layers_of(Layer(all_rows, counted).double(), torch.randn(T, D, dtype=torch.float64)) == 0
+
+
+class Dropped(Layer):
+    """How many rows are dropped is kept: in a number of Python's, or in a tensor."""
+
+    def __init__(self, in_tensor):
+        super().__init__(None)
+        self.in_tensor = in_tensor
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, dim=-1)
+        out, dropped = torch.zeros_like(x), 0
+        for e in range(E):
+            token, k = torch.where(ids == e)
+            if self.in_tensor:
+                dropped = dropped + ((ids == e).sum() - C).clamp(min=0)
+            if len(token) > C:
+                dropped = dropped if self.in_tensor else dropped + len(token) - C
+                token, k = token[:C], k[:C]
+            out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, k, None])
+        return out, dropped
+
+
+@pytest.mark.parametrize("in_tensor", [False, True])
+def test_dropped_rows_are_counted(in_tensor):
+    torch.manual_seed(1)
+    layer, x = Dropped(in_tensor).double(), torch.randn(T, D, dtype=torch.float64)
+    assert layers_of(layer, x) == in_tensor
+    assert ("a number of Python's is another" in str(moeblaze_ops.explain(layer, x))) != in_tensor
