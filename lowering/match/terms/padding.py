@@ -177,7 +177,8 @@ class _Position:
 
     def is_apart(self, other: "_Position | None") -> bool:
         """True if the slots that another one counts have other places."""
-        return other is not None and (self.total in other.behind or other.total in self.behind)
+        orders = () if other is None else ((self, other), (other, self))
+        return any(first.behind | {first.total} <= second.behind for first, second in orders)
 
 
 def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _Position | None:
@@ -193,7 +194,7 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
         if slot is not None or algebra.call("ge", (number, algebra.zero)) not in marks:
             return None
         slot, marks = position.slot, marks | {position.hit}
-    if position is None or not _is_own(algebra, position.count, marks, slot, token):
+    if position is None or not _is_own(algebra, position, marks, slot, token):
         return None
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
@@ -250,11 +251,12 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
     return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)
 
 
-def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
-    """True if a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
-    upto = count.args[2]
-    row, body = algebra.open(count)
-    if not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
+def _is_own(algebra: Algebra, position: _Position, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
+    """True if a count of slots that have the marks, in whichever slot it is asked for, ends at this one, and at no other."""
+    upto = position.count.args[2]
+    row, body = algebra.open(position.count)
+    others = body.free.union(*(count.free for count in position.behind))
+    if token in others or slot in others or not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
         return False
     own = next(subexpressions(upto, lambda e: reorders(e, token)), token)
     if slot is None:
