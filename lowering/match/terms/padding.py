@@ -187,8 +187,6 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
     number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
     number = algebra.beside(number, marks)
-    if number.kind == "call" and number.args[::2] == ("clamp", (0, None)):
-        (number,) = number.args[1]  # no less, as the count of a slot itself
     position, slot = _running_count(algebra, number), placed.slot
     if position is not None and position.hit is not None:  # it is no less than zero where a slot of the token has the expert
         if slot is not None or algebra.call("ge", (number, algebra.zero)) not in marks:
