@@ -297,6 +297,8 @@ class Algebra:
             extent = var.args[1]
             count = self.const(extent) if isinstance(extent, int) else self._intern("call", "size", (), (extent,))
             return self.mul(count, *outside)
+        if is_count(body):  # [m] [m n < C] = [m] [n < C]
+            inside = [self.substitute(f, {m: self.one for m in inside if m is not f and is_indicator(m)}) for f in inside]
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
     def only_terms(self, var: Expr, body: Expr, *, of_numbers: bool = False) -> tuple[Expr, Expr] | None:
