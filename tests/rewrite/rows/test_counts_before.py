@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.tools.rewrite_harness import check_against_eager
+from moeblaze_ops import compile as moeblaze_compile
+from tests.tools.rewrite_harness import check_against_eager, rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -28,6 +29,7 @@ combine = placed(one * kept.sum(-1), first, place) + placed(two * also.sum(-1), 
 """
 PADDED = "F.pad(mask, (0, 0, 1, 0)).cumsum(-2)[..., :-1, :]"
 EQUAL = "(place[..., None] == torch.arange(C))"
+CUT = "F.one_hot(place, max(place.max() + 1, C))[..., :C]"
 BEHIND, FIRST = "behind = kept.sum(-2, keepdim=True)", "place < C"
 
 BEFORE = {
@@ -140,3 +142,26 @@ def test_counts_that_a_dtype_holds(counted, S, rewritten):
     with torch.no_grad():
         layer.router.bias[1:3] = 50
     assert check(layer, (1, S)) == rewritten
+
+
+def _cut(layer, shape=(2, 9)):
+    """How often a layer is rewritten whose one-hots have as many classes as only the data tell."""
+    torch._dynamo.reset()
+    x = torch.randn(*shape, D)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = torch.compile(layer, backend=backend)(x)
+    torch.testing.assert_close(actual, layer(x))
+    return len(rewritten_in(records))
+
+
+@pytest.mark.parametrize("hits", [CUT, CUT.replace("+ 1, C", "+ 2, C + 2")])
+def test_one_hots_that_are_cut(hits):
+    assert _cut(Layer((), 4, hits=hits)) == 1
+
+
+CUT_TWINS = ("[..., :C]", "[..., 1 : C + 1]"), ("[..., :C]", "[..., :C].flip(-1)"), ("+ 1, C)", "+ 1 + C, 1)")
+
+
+@pytest.mark.parametrize("change", CUT_TWINS)
+def test_one_hots_that_are_cut_elsewhere(change):
+    assert _cut(Layer((), 4, hits=CUT.replace(*change))) == 0
