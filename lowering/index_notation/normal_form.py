@@ -283,7 +283,7 @@ class Algebra:
         """The sum over ``var``; factors free of ``var`` stand outside."""
         if var.kind == "const":
             return body
-        body = self._without_permutation(var, body)
+        body = self._as_counted(var, self._without_permutation(var, body))
         if (only := self.only_terms(var, body, of_numbers=body.has_dot)) is not None:
             return self.sum(*only)
         if (counted := self._only_counted(var, body)) is not None:
@@ -324,6 +324,21 @@ class Algebra:
             rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
             return other, rest
         return None
+
+    def _as_counted(self, var: Expr, body: Expr) -> Expr:
+        """Take the summed rows in the order in which a running count has them.
+
+            sum over n of f(n // K, n % K, count(T (n % K) + n // K))       slots of tokens, first slots first
+        """
+        end = next((count.args[2] for count in subexpressions(body, lambda e: e.kind == "prefix", over=var)), var)
+        token = next(subexpressions(end, lambda e: e.kind == "div" and e.args[0] is var and e.args[1] != 0), None)
+        T = None if token is None else exact_quotient(var.args[1], token.args[1])
+        if T is None:
+            return body
+        orders = (self.leaf(e.args[0], (self.mod(var, T),)) for e in subexpressions(end, lambda e: e.kind == "inverse"))
+        row = self.linear(0, [(token.args[1], next(orders, self.mod(var, T))), (1, self.div(var, T))])
+        is_once = self.substitute(end, {var: row}) is var and self.fits(row, var.args[1])  # each of them is at one row
+        return self.substitute(body, {var: row}) if is_once else body
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
         """True if the place of a row counts the rows up to it that have its key: rows of one key have different places."""

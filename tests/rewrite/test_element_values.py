@@ -98,6 +98,9 @@ PLACES = (
     "rows = x[torch.arange(10) // 2]; "
     "put = lambda p, rows, C=2: x.new_zeros(4, C, 6).index_put((e, p), rows, accumulate=True); "
 )
+"""Rows at their places."""
+TURNED = PLACES.replace("one_hot(e", "one_hot(e.view(5, 2).t().flatten()").replace("sum(-1)", "sum(-1).view(2, 5).t().flatten()")
+"""These are counted first slots first."""
 WRITES = """
 out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
 out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
@@ -136,6 +139,7 @@ m = ids > 1; out = x.new_zeros(5, 2, 2); out[m, 0] = y[:, :2][m]; return out
 {places} p = at.clamp(max=2); b = put(p, rows * m, 3); return b[e, p] * m, b[e, p] * (at < 3)[:, None]
 {places} p = (at // 2).clamp(max=1); return put(p, rows * m)[e, p] * m
 {places} p = torch.where(kept, at, 0); return put(p, rows)[e, p] * m
+{turned} b = put(at, rows, 9); return b[e, at], b
 s = x[:, 0] * 3; c = s.clamp(max=1) == s; return c * (s < 2), (s < 2) * (torch.where(s < 2, s, 0) == s.clamp(max=1))
 flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
 """
@@ -145,6 +149,6 @@ flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; re
 def test_formulas_are_what_is_left_after_writes(line):
     torch.manual_seed(0)
     names = {"torch": torch, "F": F}
-    exec(f"def run(x, y, ids):\n    {line.format(places=PLACES)}", names)
+    exec(f"def run(x, y, ids):\n    {line.format(places=PLACES, turned=TURNED)}", names)
     x, y = (torch.randn(T, 6, dtype=torch.float64) for _ in range(2))
     assert not list(wrong_elements(names["run"], x, y, torch.randint(0, E, (T, K))))
