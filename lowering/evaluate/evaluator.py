@@ -35,9 +35,8 @@ from moeblaze_ops.lowering.index_notation.expr import (
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
-from moeblaze_ops.lowering.index_notation.intervals import is_integer
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import holds, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import holds, is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import Groups, common_groups
 
@@ -241,7 +240,7 @@ class Evaluator(IndexingRules):
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
             if value.dtype == torch.bool:
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)
-            whole = (not x.dtype.is_floating_point or is_integer(e)) and value.dtype in _EXACT_INTEGERS
+            whole = (not x.dtype.is_floating_point or is_whole(e)) and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
             if whole and not holds(value.dtype, e):
                 return self.algebra.leaf(value, indices)
@@ -350,7 +349,7 @@ class Evaluator(IndexingRules):
             (ids == e).sum(-1, dtype=torch.int64)       but not  (ids == e).sum(-1, dtype=torch.bool), which is 1 for 2 as well
         """
         narrow = value.dtype == torch.bool or (value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point)
-        held = holds_count(value.dtype, e) if is_count(e) else not narrow or e.kind == "const"
+        held = holds_count(value.dtype, e) if is_count(e) else (not narrow and holds(value.dtype, e)) or e.kind == "const"
         return self._in_dtype(value.dtype, e) if held else self.algebra.leaf(value, indices)
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
@@ -391,10 +390,17 @@ class Evaluator(IndexingRules):
         return self.algebra.linear(constant, [(1, self.algebra.sum(var, self.algebra.mul(mark, *factors)))])
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
+        """The running sum; of what stands behind zeros it is that up to a place before: ``F.pad(mask, (1, 0)).cumsum(0)``."""
         x, dim = value.args
+        at = indices[dim]
+        if x.op == "cat" and x.args[1] == dim and len(x.args[0]) == 2 and x.args[0][0].op == "full" and x.args[0][0].args == (0,):
+            zeros, x = x.args[0]
+            at = self.algebra.linear(-zeros.shape[dim], [(1, at)])
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, (*indices[:dim], var, *indices[dim + 1 :]), depth)
-        return self._counted(value, indices, self.algebra.prefix(var, body, indices[dim]) if var.kind == "var" else body)
+        if var.kind == "const":
+            return body if self.algebra.fits(at, 1) else self.algebra.leaf(value, indices)
+        return self._counted(value, indices, self.algebra.prefix(var, body, at))
 
     def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, labels, out = value.args

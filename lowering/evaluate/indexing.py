@@ -51,17 +51,7 @@ class IndexingRules(RunRules):
 
             w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
         """
-        return not never_negative(index, dict.fromkeys(subexpressions(index, self._counts_its_own), 1))
-
-    def _counts_its_own(self, atom: Expr) -> bool:
-        """True if a running count has counted the row that it is read at: it is 1 or more.
-
-            one_hot(ids, E).cumsum(0)[rows, ids]        but not  one_hot(ids, E).cumsum(0)[rows, ids - 1]
-        """
-        if atom.kind != "prefix":
-            return False
-        row, body = self.algebra.open(atom)
-        return self.algebra.substitute(body, {row: atom.args[2]}) is self.algebra.one
+        return not never_negative(index)
 
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args

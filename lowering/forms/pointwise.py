@@ -50,7 +50,9 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     xs = tuple(full(view, a, (), dtype) if isinstance(a, int | float | bool) else _of_size(view, name, a, args) for a in args)
     if name == "add" and (joined := low_rank_sum(view, *xs)) is not None and adds_up(joined[0], xs, joined[1]):
         return joined[0]
-    return view.make("pointwise", name, xs, params)
+    made = view.make("pointwise", name, xs, params)
+    made.fades = name == "mul" and any(x.fades for x in xs) and all(x.fades or _is_flag(x) for x in xs)
+    return made
 
 
 def _of_size(view: GraphView, name: str, x: Any, beside: Sequence[Any]) -> Value:
@@ -156,6 +158,14 @@ def _xor(view: GraphView, a: Any, b: Any) -> Value:
 def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
     require(tensor(slope).shape in ((), (1,)), "one slope")
     return pointwise(view, "prelu", x, slope)
+
+
+def _is_flag(x: Value) -> bool:
+    """True if all elements are 0 or 1 by comparisons: ``1 - F.one_hot(ids, E).float()``."""
+    name, parts = x.args[:2] if x.op == "pointwise" else (x.op, x.args)
+    if name == "cast" or (name == "sub" and parts[0].op == "full" and parts[0].args == (1,)):
+        return _is_flag(parts[-1])
+    return x.dtype == torch.bool or name == "eq"
 
 
 @form("sigmoid", "special_expit")

@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, extent
+from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, extent, is_whole, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -156,7 +156,7 @@ class Algebra:
         for term in sorted((term for term in terms if term.kind != "const"), key=lambda term: term.uid):
             parts = [part for part in term.args if part.kind != "const"] if term.kind == "add" else [term]
             own = sum(part.args[0] for part in term.args if part.kind == "const") if term.kind == "add" else 0
-            if add_up(constant, own) or all(map(_is_whole, parts)):
+            if add_up(constant, own) or all(map(is_whole, parts)):
                 constant += own
                 flat += parts
             else:
@@ -231,10 +231,12 @@ class Algebra:
         """``e`` where all marks are 1: of p.clamp(max=C - 1), p * (p < C) and torch.where(p < C, p, 0) it is p."""
         e = self.substitute(e, dict.fromkeys(marks, self.one))
         known: dict[Expr, Expr] = {}
-        for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp" and s.args[2][1] is not None):
+        for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp"):
             (number,), (lower, upper) = clamp.args[1:]
-            if _is_whole(number) and any(is_below(mark, number, upper + 1) for mark in marks):
-                known[clamp] = number if lower is None else self.call("clamp", (number,), lower, None)
+            if is_whole(number) and (upper is None or any(is_below(mark, number, upper + 1) for mark in marks)):
+                is_told = never_negative(number) or self.call("ge", (number, self.zero)) in marks
+                is_above = lower is None or (lower <= 0 and is_told)
+                known[clamp] = number if is_above else self.call("clamp", (number,), lower, None)
         return self.substitute(e, known)
 
     def _intersected(self, factors: Iterable[Expr]) -> list[Expr]:
@@ -281,7 +283,7 @@ class Algebra:
         """The sum over ``var``; factors free of ``var`` stand outside."""
         if var.kind == "const":
             return body
-        body = self._without_permutation(var, body)
+        body = self._as_counted(var, self._without_permutation(var, body))
         if (only := self.only_terms(var, body, of_numbers=body.has_dot)) is not None:
             return self.sum(*only)
         if (counted := self._only_counted(var, body)) is not None:
@@ -295,6 +297,8 @@ class Algebra:
             extent = var.args[1]
             count = self.const(extent) if isinstance(extent, int) else self._intern("call", "size", (), (extent,))
             return self.mul(count, *outside)
+        if is_count(body):  # [m] [m n < C] = [m] [n < C]
+            inside = [self.substitute(f, {m: self.one for m in inside if m is not f and is_indicator(m)}) for f in inside]
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
     def only_terms(self, var: Expr, body: Expr, *, of_numbers: bool = False) -> tuple[Expr, Expr] | None:
@@ -320,6 +324,21 @@ class Algebra:
             rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
             return other, rest
         return None
+
+    def _as_counted(self, var: Expr, body: Expr) -> Expr:
+        """Take the summed rows in the order in which a running count has them.
+
+            sum over n of f(n // K, n % K, count(T (n % K) + n // K))       slots of tokens, first slots first
+        """
+        end = next((count.args[2] for count in subexpressions(body, lambda e: e.kind == "prefix", over=var)), var)
+        token = next(subexpressions(end, lambda e: e.kind == "div" and e.args[0] is var and e.args[1] != 0), None)
+        T = None if token is None else exact_quotient(var.args[1], token.args[1])
+        if T is None:
+            return body
+        orders = (self.leaf(e.args[0], (self.mod(var, T),)) for e in subexpressions(end, lambda e: e.kind == "inverse"))
+        row = self.linear(0, [(token.args[1], next(orders, self.mod(var, T))), (1, self.div(var, T))])
+        is_once = self.substitute(end, {var: row}) is var and self.fits(row, var.args[1])  # each of them is at one row
+        return self.substitute(body, {var: row}) if is_once else body
 
     def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
         """True if the place of a row counts the rows up to it that have its key: rows of one key have different places."""
@@ -380,7 +399,13 @@ class Algebra:
         return self._over_both(self.any, var, body) or self._close("any", var, body)
 
     def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
-        return self._close("prefix", var, body, upto)
+        """The running sum over ``var``; what is counted before a row is what is counted up to it, less the row itself."""
+        row = self.linear(1, [(1, upto)])
+        if upto.kind == "linear" and upto.args[0] == -1 and is_whole(body) and self.fits(row, var.args[1]):
+            return self.linear(0, [(1, self.prefix(var, body, row)), (-1, self.substitute(body, {var: row}))])
+        count = self._close("prefix", var, body, upto)
+        count.least = int(self.fits(upto, var.args[1]) and self.substitute(body, {var: upto}) is self.one)
+        return count
 
     def _close(self, kind: str, var: Expr, body: Expr, *rest: Expr) -> Expr:
         """Bind ``var``, renamed after the binders inside ``body`` so that equal functions get equal names."""
@@ -464,7 +489,7 @@ class Algebra:
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
         """``e`` rounded: (kept * score).to(dtype) is kept * score.to(dtype), but what compares a score is part of it."""
-        told = (f for f in factors_of(e) if is_indicator(f) and (f.kind != "call" or all(map(_is_whole, f.args[1]))))
+        told = (f for f in factors_of(e) if is_indicator(f) and (f.kind != "call" or all(map(is_whole, f.args[1]))))
         marks = [*told] if dtype.is_floating_point else []
         e = self.mul(*(f for f in factors_of(e) if f not in marks)) if marks else e
         number = stored_number(e.args[0], dtype) if e.kind == "const" else None
@@ -545,12 +570,6 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
         raise TooLarge
 
 
-def _is_whole(e: Expr) -> bool:
-    """True if ``e`` is an integer in whatever dtype, of which sums lose nothing."""
-    parts = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args if e.kind in ("mul", "add") else ()
-    return is_integer(e) or is_count(e) or (bool(parts) and all(map(_is_whole, parts)))
-
-
 def _is_number(e: Expr) -> bool:
     """True if it equals itself: NaN does not."""
-    return _is_whole(e) or (e.kind == "const" and e.args[0] == e.args[0]) or (e.kind == "cast" and _is_number(e.args[1]))
+    return is_whole(e) or (e.kind == "const" and e.args[0] == e.args[0]) or (e.kind == "cast" and _is_number(e.args[1]))

@@ -43,6 +43,8 @@ def extent(e: Expr) -> Size | None:
             return None if bound is None else exact_quotient(bound, args[1])
         case "nonzero":
             return args[3]
+        case "sum" | "prefix" if is_count(e):
+            return most_counted(e) + 1
         case "inverse":
             return args[0].shape[0]
         case "leaf":
@@ -74,7 +76,7 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         case "cast":
             return _least(e.args[1], floors)
         case "sum" | "prefix" if _least(e.args[1], floors) >= 0:
-            return 0
+            return e.least
         case "add":
             return sum(_least(term, floors) for term in e.args)
         case "mul":
@@ -162,29 +164,34 @@ def may_be_negative(number: Size) -> bool:
     return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 
+def is_whole(e: Expr) -> bool:
+    """True if ``e`` is an integer in whatever dtype, of which sums lose nothing."""
+    parts = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args if e.kind in ("mul", "add") else ()
+    return is_integer(e) or is_count(e) or (bool(parts) and all(map(is_whole, parts)))
+
+
 def holds(dtype: torch.dtype, e: Expr) -> bool:
-    """True if ``dtype`` holds all that a sum of integers may be; sizes that are symbols are those of tensors in memory.
+    """True if ``dtype`` holds all that a sum or a product of integers may be; sizes of symbols are those of tensors in memory.
 
         (ids == e).to(torch.bfloat16) + 256         not this: it is 256 where the mark is 1
     """
-    if dtype not in _LARGEST or e.kind not in ("const", "linear", "add"):
-        return True
-    terms = [split_number(term) for term in (e.args if e.kind == "add" else (e,))]
-    if e.kind == "linear":
-        terms = [(e.args[0], ()), *((number, (atom,)) for number, atom in e.args[1])]
-    least = most = 0.0
-    for number, atoms in terms:
-        if not all(is_count(atom) or is_integer(atom) for atom in atoms):
-            return True
-        end = number * math.prod(map(_most, atoms)) if isinstance(number, int) else 0
-        ends = (0, end) if all(map(is_count, atoms)) else (-end, end)
-        least, most = least + min(ends), most + max(ends)
-    return max(-least, most) <= _LARGEST[dtype]
+    made = dtype in _LARGEST and e.kind in ("const", "linear", "add", "mul") and is_whole(e)
+    return not made or _most(e) <= _LARGEST[dtype]
 
 
-def _most(atom: Expr) -> float:
-    """The largest number that an integer may be, 1 or more; one that wrapped around before may be any."""
-    bound = most_counted(atom) + 1 if is_count(atom) else extent(atom)
+def _most(e: Expr) -> float:
+    """The largest number that an integer may be, of either sign, 1 or more; one that wrapped around before may be any."""
+    match e.kind:
+        case "linear":
+            terms = ((1, e.args[0]), *((number, _most(atom)) for number, atom in e.args[1]))
+            return sum(abs(number * most) for number, most in terms if isinstance(number * most, int | float))
+        case "add":
+            return sum(map(_most, e.args))
+        case "mul" if not is_count(e):
+            return math.prod(map(_most, e.args))
+        case "const":
+            return abs(e.args[0])
+    bound = most_counted(e) + 1 if is_count(e) else extent(e)
     if bound is None:
-        return math.inf if atom.kind == "leaf" and atom.args[0].op == "pointwise" else _GIVEN
+        return math.inf if e.kind == "leaf" and e.args[0].op == "pointwise" else _GIVEN
     return max(bound - 1, 1) if isinstance(bound, int) else 1

@@ -12,12 +12,14 @@ from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, fact
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import is_whole
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
     """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
     minus = algebra.const(-1)
     a, b = args[0], args[1] if len(args) > 1 else algebra.zero
+    integers = integers or (all(map(is_whole, args)) and not all(e.kind in ("const", "add") or is_indicator(e) for e in args))
     match name:
         case "add" | "sub" | "rsub" | "neg":
             scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]

@@ -71,6 +71,8 @@ class _Known:
         self.evaluator.learn_largest(view.numbers)
         largest = self.evaluator.algebra.largest.items()
         self.lengths |= {size: (0, None) for size, (*_, counts) in largest if never_negative(counts)}
+        held = {size: self.evaluator.try_element(value) for size, value in view.numbers.items() if not value.shape}
+        self.lengths |= {size: e.args[2] for size, e in held.items() if e is not None and _is_at_least(e)}
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:
@@ -290,6 +292,11 @@ def _selecting(value: Value, axis: int) -> Value | None:
         return None
     (mask,) = masks
     return before[0] if (before := before_rows(mask)) is not None else mask
+
+
+def _is_at_least(e: Expr) -> bool:
+    """True if a number is another one, or one of Python's where that is more: ``max(number, C)``."""
+    return e.kind == "call" and e.args[0] == "clamp" and type(e.args[2][0]) is int and e.args[2][1] is None
 
 
 def _is_whole(e: Expr) -> bool:

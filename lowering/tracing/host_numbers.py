@@ -104,6 +104,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         if all(map(_is_whole, others)):
             return rows
         return _traced(tx, operator.getitem, [rows, TupleVariable([_whole(tx), *others])])  # rows[start:end, None]
+    if function is operator.getitem and isinstance(args[0], TensorVariable) and (classes := _first_classes(tx, args[0], args[1])):
+        return _traced(tx, one_hot_below, classes)
     if function in (operator.add, operator.iadd) and len(args) == 2 and (count := _in_tensor(tx, *args)) is not None:
         return _traced(tx, function, [args[0], count])
     if function in _JOINS and (size := _known_rows(tx, args)) is not None:
@@ -154,7 +156,25 @@ def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker 
     in_range = tx.output.create_proxy("call_function", torch.ge, (of_ids, 0), {})
     in_range = in_range & tx.output.create_proxy("call_function", torch.lt, (of_ids, most), {})
     tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
-    return _traced(tx, one_hot_below, [ids, number])
+    made = _traced(tx, one_hot_below, [ids, number])
+    clamped = given.as_proxy().node if held is None else held.node
+    if target_name(clamped) == "clamp" and clamped.kwargs.keys() == {"min"} and not is_written({clamped, of_ids.node}):
+        vars(tx.output).setdefault("_moeblaze_one_hots", {})[made.as_proxy().node] = ids, clamped.kwargs["min"]
+    return made
+
+
+def _first_classes(tx: Any, one_hot: TensorVariable, key: VariableTracker) -> list[VariableTracker] | None:
+    """The ids of a one-hot, and of how many classes a subscript takes it, where it is known to have so many.
+
+        F.one_hot(place, max(place.max() + 1, C))[..., :C]
+    """
+    ids, least = vars(tx.output).get("_moeblaze_one_hots", {}).get(one_hot.as_proxy().node, (None, 0))
+    whole, last = key.items if isinstance(key, TupleVariable) and len(key.items) == 2 else (None, None)
+    if ids is None or not isinstance(last, SliceVariable) or not (isinstance(whole, ConstantVariable) and whole.value is ...):
+        return None
+    start, stop, step = last.items
+    known = _is_none(start) and _is_none(step) and isinstance(stop, ConstantVariable) and type(stop.value) is int
+    return [ids, stop] if known and 0 <= stop.value <= least and not is_written({ids.as_proxy().node}) else None
 
 
 _COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}

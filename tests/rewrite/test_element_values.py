@@ -42,6 +42,19 @@ torch.rsub(x, y)    torch.sub(x, y, alpha=2)    torch.addcmul(x, y, y, value=2) 
 x ** -1
 ids // 2    -ids // 2    -ids % 3    (ids - 3) % 2    torch.div(ids - 2, 2, rounding_mode="trunc")    x // 0.3    ids / 2
 ids.int() * 2**30 * 4    ids * 2**62 * 4    ids.to(torch.int8) * 100    (ids + 127).to(torch.int8).long()    (-ids).bool()
+F.pad(m.double(), (0, 0, 1, 0)).cumsum(0)    F.pad(m.double(), (0, 0, 1, 0)).cumsum(0)[:-1]
+F.pad(m.flatten().repeat(40).bfloat16(), (1, 0)).cumsum(0)[:-1].long()
+F.pad(m.long(), (0, 0, 2, 0)).cumsum(0)    F.pad(m.long(), (0, 0, 1, 0), value=1).cumsum(0)    F.pad(m.double(), (1, 1)).cumsum(1)
+F.pad(x, (1, 0)).cumsum(1)[:, :-1]    F.pad(m[:1].long(), (0, 0, 1, 0)).cumsum(0)
+F.pad(m.long(), (1, 0)).cumsum(0)    F.pad(m.long(), (1, 0))[:, :-1].cumsum(1)
+(m.double().cumsum(0) - m.double()).long()    m.double().cumsum(0) * 2 - 1 + m2    1 - m.double().cumsum(0) / 2
+(m.double().cumsum(0) * 0.5).long()    (m.double().cumsum(0) - 3) // 2    m.sum(0) * m2.cumsum(0) - m.double()
+(m * ((m.double().cumsum(0) - m.double()) * m < 2)).sum(0)    (m * (m2 * m < 1)).sum(0)    (m * (m.sum(1, True) < 2)).sum(0)
+(m * (m * x[:, :2] * 1e4).exp()).sum(0)    (m.cumsum(0) * (m.cumsum(0) < 2)).sum(0)
+(F.one_hot(ids[:, 0], E).cumsum(0) - 1).gather(1, ids[:, :1]).clamp(min=0)    (F.one_hot(ids[:, 0], E).cumsum(0) - 1).clamp(min=0)
+(F.one_hot(ids[:, 0], E).cumsum(0) - 1).gather(1, ids[:, :1]).clamp(min=1)    F.one_hot(ids, E).sum((0, 1)).clamp(max=9) <= 9
+(m.flatten().bfloat16().cumsum(0) * 60 + m.flatten()).long()    (m.bfloat16().cumsum(0) + 255).long()    m.bfloat16().sum(0) * -60
+(m.flatten().bfloat16().cumsum(0) * (m.flatten().bfloat16().cumsum(0) * 25)).long()    (ids * 2**20).int() * (ids * 2**20).int()
 (m.double() * -1) > 0    (m.double() * 0.3).long()    (m.long() - m2.long()).bool()    (ids == 1).sum(1) > 1
 (ids == 1).sum(1) == 1
 torch.where(m, x[:, :2], y[:, :2])    torch.where(m, 0, m * y[:, :2])    torch.where(m, x[:, :2] * 2, x[:, :2] * m2)
@@ -85,6 +98,9 @@ PLACES = (
     "rows = x[torch.arange(10) // 2]; "
     "put = lambda p, rows, C=2: x.new_zeros(4, C, 6).index_put((e, p), rows, accumulate=True); "
 )
+"""Rows at their places."""
+TURNED = PLACES.replace("one_hot(e", "one_hot(e.view(5, 2).t().flatten()").replace("sum(-1)", "sum(-1).view(2, 5).t().flatten()")
+"""These are counted first slots first."""
 WRITES = """
 out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
 out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
@@ -117,10 +133,13 @@ m = ids > 1; out = x.new_zeros(5, 2, 2); out[m, 0] = y[:, :2][m]; return out
 {places} p = at * kept; b = put(p, rows * m); return b[e, p] * 2 * m, b[e, p]
 {places} p = at.clamp(max=1); b = put(p, rows * m); return b[e, p] * m, b[e, 1 - p]
 {places} p = at.clamp(0, 1); b = put(p, rows * m); return b[e, p] * m, b[e, p * 0]
+{places} p = at.clamp(1, 2); b = put(p, rows * m, 3); return b[e, p] * m, b[e, p] * (at < 3)[:, None]
+{places} p = (at - 1).clamp(0, 1); m = (at - 1 < 2)[:, None]; b = put(p, rows * m); return b[e, p] * m, b[e, p]
 {places} p = at.clamp(max=1); m = (at <= 2)[:, None]; return put(p, rows * m)[e, p] * m
 {places} p = at.clamp(max=2); b = put(p, rows * m, 3); return b[e, p] * m, b[e, p] * (at < 3)[:, None]
 {places} p = (at // 2).clamp(max=1); return put(p, rows * m)[e, p] * m
 {places} p = torch.where(kept, at, 0); return put(p, rows)[e, p] * m
+{turned} b = put(at, rows, 9); return b[e, at], b
 s = x[:, 0] * 3; c = s.clamp(max=1) == s; return c * (s < 2), (s < 2) * (torch.where(s < 2, s, 0) == s.clamp(max=1))
 flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
 """
@@ -130,6 +149,6 @@ flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; re
 def test_formulas_are_what_is_left_after_writes(line):
     torch.manual_seed(0)
     names = {"torch": torch, "F": F}
-    exec(f"def run(x, y, ids):\n    {line.format(places=PLACES)}", names)
+    exec(f"def run(x, y, ids):\n    {line.format(places=PLACES, turned=TURNED)}", names)
     x, y = (torch.randn(T, 6, dtype=torch.float64) for _ in range(2))
     assert not list(wrong_elements(names["run"], x, y, torch.randint(0, E, (T, K))))

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -183,3 +184,38 @@ def test_rows_at_their_place_in_an_order_are_read_there(algebra):
     k = algebra.var(3, 2, "r")
     assert of(order) is algebra.sum(k, algebra.leaf(rows, (algebra.inverse(order, algebra.linear(0, [(2, t), (1, k)])),)))
     assert any(e.kind == "eq" for e in of(_tensor("argsort", 20)).args[1].args)  # some rows of more
+
+
+def test_counts_before_a_row_are_those_up_to_it_less_its_own(algebra):
+    ids, v, t, e = _tensor("input", 10), algebra.var(2, 10, "r"), algebra.var(0, 10, "t"), algebra.var(1, 4, "r")
+    hit, before = algebra.eq(algebra.leaf(ids, (v,)), e), algebra.linear(-1, [(1, t)])
+    up_to_it, own = algebra.prefix(v, hit, t), algebra.eq(algebra.leaf(ids, (t,)), e)
+    assert algebra.prefix(v, hit, before) is algebra.linear(0, [(1, up_to_it), (-1, own)])
+    later = algebra.var(0, 11, "t")  # of the last row of eleven it is all ten
+    assert algebra.prefix(v, hit, algebra.linear(-1, [(1, later)])).kind == "prefix"
+    score = algebra.call("exp", (algebra.leaf(ids, (v,)),))
+    assert algebra.prefix(v, score, before).kind == "prefix"
+
+
+def test_counts_that_have_counted_their_row_are_one_or_more(algebra):
+    ids, v, t = _tensor("input", 10), algebra.var(2, 10, "r"), algebra.var(0, 10, "t")
+    own = algebra.eq(algebra.leaf(ids, (v,)), algebra.leaf(ids, (t,)))
+    places = [algebra.linear(-1, [(1, algebra.prefix(v, own, at))]) for at in (t, algebra.linear(-1, [(1, algebra.div(t, 2))]))]
+    assert [algebra.extent(place) for place in places] == [10, None]
+    later = algebra.var(0, 20, "t")  # of rows behind the last one nothing is counted
+    of_more = algebra.eq(algebra.leaf(ids, (v,)), algebra.leaf(ids, (later,)))
+    assert algebra.extent(algebra.linear(-1, [(1, algebra.prefix(v, of_more, later))])) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "ordered", "is_taken"), [(5, 2, 5, True), (5, 2, 10, False), (4, 2, 5, False), (5, 0, 5, False)]
+)
+def test_rows_are_taken_in_the_order_that_counts_them(algebra, tokens, slots, ordered, is_taken):
+    """Not where tokens are in an order of more: then some are counted beside the rows."""
+    ids, order, n, v = _tensor("input", 10), _tensor("argsort", ordered), algebra.var(0, 10, "r"), algebra.var(1, 10, "r")
+    place = algebra.inverse(order, algebra.div(n, slots))
+    end = algebra.linear(0, [(tokens, algebra.mod(n, slots)), (1, place)])
+    count = algebra.prefix(v, algebra.eq(algebra.leaf(ids, (v,)), algebra.const(3)), end)
+    score = algebra.call("exp", (algebra.leaf(ids, (n,)),))
+    summed = algebra.sum(n, algebra.mul(score, algebra.eq(count, algebra.var(2, 10, "t"))))
+    assert any(True for _ in subexpressions(summed, lambda e: e.kind == "inverse")) != is_taken

@@ -30,11 +30,13 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> ExpertTerm:
     """An expert of tokens instead of places, if its rows are proven to be theirs; else the same."""
     number, rows = split_number(expert.x)
-    if [factor.kind for factor in rows] != ["sum"] or expert.scale or token.kind != "var":
+    if [factor.kind for factor in rows] != ["sum"] or expert.scale:
         return expert
     row, body = algebra.open(rows[0])
-    if not same_size(row.args[1], token.args[1]):
+    tokens = [var for var in token.free - body.free if same_size(row.args[1], var.args[1])]
+    if len(tokens) != 1:
         return expert
+    (token,) = tokens
     x = algebra.mul(algebra.const(number), *(f for f in factors_of(body) if expert.feature_in in f.free))
     dispatch = algebra.substitute(algebra.mul(*(f for f in factors_of(body) if expert.feature_in not in f.free)), {row: token})
     combine = algebra.mul(*expert.routing)
@@ -174,26 +176,27 @@ class _Position:
     slot: Expr | None = None  # the count is that of the one slot that a comparison is true of, or zero
     hit: Expr | None = None
     always: frozenset[Expr] = field(default=frozenset(), compare=False)  # marks that are 1 for every slot
+    kept: frozenset[Expr] = frozenset()  # how many slots are below a bound that this one is below
 
     def is_apart(self, other: "_Position | None") -> bool:
         """True if the slots that another one counts have other places."""
-        return other is not None and (self.total in other.behind or other.total in self.behind)
+        orders = () if other is None else ((self, other), (other, self))
+        return any(first.behind | {end} <= second.behind for first, second in orders for end in (first.total, *first.kept))
 
 
 def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _Position | None:
     """What a place is compared with; None if it is no running count of the expert's slots, or may be behind the last place."""
     known, chosen = (dict([placed.expert]), algebra.eq(*placed.expert)) if placed.expert else ({}, None)
     marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
+    marks |= {algebra.substitute(mark, dict.fromkeys(marks - {mark}, algebra.one)) for mark in marks}
     number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
     number = algebra.beside(number, marks)
-    if number.kind == "call" and number.args[::2] == ("clamp", (0, None)):
-        (number,) = number.args[1]  # no less, as the count of a slot itself
     position, slot = _running_count(algebra, number), placed.slot
     if position is not None and position.hit is not None:  # it is no less than zero where a slot of the token has the expert
         if slot is not None or algebra.call("ge", (number, algebra.zero)) not in marks:
             return None
         slot, marks = position.slot, marks | {position.hit}
-    if position is None or not _is_own(algebra, position.count, marks, slot, token):
+    if position is None or not _is_own(algebra, position, marks, slot, token):
         return None
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
@@ -202,7 +205,11 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
         below = algebra.call("lt", (number, most))
         return replace(position, always=frozenset(f for f in placed.all_factors if algebra.substitute(f, known) is below))
     few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
-    return position if has_room or few or any(is_below(mark, number, places) for mark in marks) else None
+    limits = [mark for mark in marks if is_below(mark, number, places)]
+    at = algebra.fresh((number, *marks), row.args[1])
+    there = {row: at, position.count: algebra.prefix(row, counted, at)}
+    kept = (algebra.sum(at, algebra.mul(*(algebra.substitute(e, there) for e in (counted, mark)))) for mark in limits)
+    return replace(position, kept=frozenset(kept)) if has_room or few or limits else None
 
 
 def _is_of_few(algebra: Algebra, mark: Expr, row: Expr, places: object) -> bool:
@@ -250,11 +257,12 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
     return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)
 
 
-def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
-    """True if a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
-    upto = count.args[2]
-    row, body = algebra.open(count)
-    if not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
+def _is_own(algebra: Algebra, position: _Position, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
+    """True if a count of slots that have the marks, in whichever slot it is asked for, ends at this one, and at no other."""
+    upto = position.count.args[2]
+    row, body = algebra.open(position.count)
+    others = body.free.union(*(count.free for count in position.behind))
+    if token in others or slot in others or not set(factors_of(algebra.substitute(body, {row: upto}))) <= marks:
         return False
     own = next(subexpressions(upto, lambda e: reorders(e, token)), token)
     if slot is None:

@@ -34,7 +34,7 @@ class Layer(nn.Module):
         return torch.einsum("sec,ecm->sm", combine, y)
 
 
-def _counted(ids, first_slots_first=True):
+def counted(ids, first_slots_first=True):
     """The place of each slot among those of its expert, ``[T, K]``."""
     T, K = ids.shape
     in_order = ids.t().reshape(-1) if first_slots_first else ids.reshape(-1)
@@ -45,7 +45,7 @@ def _counted(ids, first_slots_first=True):
 
 def _places(self, x, probabilities, first_slots_first=True):
     weights, ids = probabilities.topk(2)
-    place = _counted(ids, first_slots_first)
+    place = counted(ids, first_slots_first)
     kept = place < self.places
     one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
     return weights, F.one_hot(ids, zoo.E).to(x.dtype), one_hot, kept
@@ -272,7 +272,7 @@ def test_scores_of_places_that_are_rounded(spelling):
 def without_a_limit(self, x, probabilities):
     """A place for every token: none is dropped."""
     weights, ids = probabilities.topk(2)
-    place = F.one_hot(_counted(ids), 2 * x.shape[0]).to(x.dtype)
+    place = F.one_hot(counted(ids), 2 * x.shape[0]).to(x.dtype)
     combine = torch.einsum("tk,tke,tkc->tec", weights, F.one_hot(ids, zoo.E).to(x.dtype), place)
     return self.combined(x, combine, combine.bool())
 
@@ -320,6 +320,46 @@ def second_slots_from_zero(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def second_slots_behind_more(self, x, probabilities):
+    """And behind a number that each token has of its own."""
+    first, (second, behind) = _of_two(self, probabilities)
+    above = (x[:, None, :1] < x[:, :1]).sum(1)
+    combine = _combined_of_two(self, probabilities, [first, (second, behind + above)])
+    return self.combined(x, combine, combine.bool())
+
+
+def slots_behind_numbers_of_their_own(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    place = counted(ids) + (x[:, :2] > 0).sum(0)
+    kept = place < self.places
+    one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, F.one_hot(ids, zoo.E).to(x.dtype), one_hot)
+    return self.combined(x, combine, combine.bool())
+
+
+def counted_in_groups(self, x, probabilities):
+    """Tokens of another group are not counted, and have the same places."""
+    mask, group = F.one_hot(probabilities.argmax(1), zoo.E), torch.arange(x.shape[0]) % 2
+    same = (group == group[:, None]).long()[..., None] * mask
+    location = same.cumsum(1)[torch.arange(x.shape[0]), torch.arange(x.shape[0])] - 1
+    mask = mask * (location < self.places)
+    place = F.one_hot((location * mask).sum(1), self.places).to(x.dtype)
+    combine = torch.einsum("se,sc->sec", probabilities * mask, place)
+    return self.combined(x, combine, combine.bool())
+
+
+def behind_one_another(self, x, probabilities):
+    """First slots behind all third ones, second ones behind all first ones, third ones behind all second ones alone."""
+    masks, left = [], probabilities
+    for _ in range(3):
+        masks.append(F.one_hot(left.argmax(1), zoo.E))
+        left = left.masked_fill(masks[-1].bool(), float("-inf"))
+    behind = [masks[n - 1].sum(0, keepdim=True) for n in range(3)]
+    slots = [(mask, mask.cumsum(0) - 1 + before) for mask, before in zip(masks, behind, strict=True)]
+    combine = _combined_of_two(self, probabilities, slots)
+    return self.combined(x, combine, combine.bool())
+
+
 def weighted_twice(self, x, probabilities):
     weights, chosen, place, kept = _places(self, x, probabilities)
     combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
@@ -344,7 +384,7 @@ def signed_weights(self, x, probabilities):
 def counted_in_another_order(self, x, probabilities):
     """The count of the tokens before, of which the dispatched ones are others."""
     weights, ids = probabilities.topk(2)
-    place = _counted(ids.flip(0)).flip(0) // 2
+    place = counted(ids.flip(0)).flip(0) // 2
     kept = place < self.places
     one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
     combine = torch.einsum("tk,tke,tkc->tec", weights * kept, F.one_hot(ids, zoo.E).to(x.dtype), one_hot)
@@ -398,7 +438,8 @@ def second_slots_stored_from_zero(self, x, probabilities):
 
 NEAR = (places_of_favourites, stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
         dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
-        second_slots_from_zero, weighted_twice,
+        second_slots_from_zero, second_slots_behind_more, slots_behind_numbers_of_their_own, counted_in_groups,
+        behind_one_another, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
 
