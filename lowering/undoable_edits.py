@@ -43,6 +43,11 @@ class Edits:
             self._undo.append(partial(_restore, reader, reader.args, reader.kwargs))
             reader.replace_input_with(old, new)
 
+    def call_with(self, node: fx.Node, args: tuple) -> None:
+        """Let ``node`` have other arguments."""
+        self._undo.append(partial(_restore, node, node.args, node.kwargs))
+        node.args = args
+
     def succeed(self, old: fx.Node, new: fx.Node | Callable[[], fx.Node]) -> None:
         """Let whatever is inserted later read ``new``, or what it adds, in place of ``old``; nothing is added for nobody."""
         self._undo.append(partial(self._successors.__setitem__, old, self._successors.get(old, old)))

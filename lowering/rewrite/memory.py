@@ -5,18 +5,15 @@ from typing import TypeAlias
 
 import sympy
 import torch
-from torch import fx
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 
 Memory: TypeAlias = tuple[torch.dtype, Size, tuple[tuple[Size, Size], ...]]
 """The dtype, where elements begin, and sizes and strides of axes: those that are one axis in memory are one here."""
 
 
-def memory_of(node: fx.Node) -> Memory:
+def memory_of(fake: torch.Tensor) -> Memory:
     """The same for two views of a storage if they have the same elements in the same order."""
-    fake = fake_of(node)
     axes: list[tuple[Size, Size]] = []
     for size, stride in zip(map(size_of, fake.shape), map(size_of, fake.stride()), strict=True):
         if axes and axes[-1][1] == sympy.expand(size * stride):
@@ -34,7 +31,7 @@ def are_apart(one: Memory, other: Memory) -> bool:
     """
     if one[0] != other[0]:
         return False
-    strides = (stride for _, stride in chain(one[2], other[2]))
+    strides = (stride for _, stride in chain(one[2], other[2]) if stride != 0)
     for period in (None, *strides):
         first, second = (_span(memory, period) for memory in (one, other))
         if first and second and (_is_less(first[1], second[0]) or _is_less(second[1], first[0])):

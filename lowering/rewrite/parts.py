@@ -8,16 +8,21 @@
 So what a layer's experts are added to is seen by nobody else, and is stored before somebody reads the buffer in another way.
 """
 
+import operator
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, inplace_name, target_name
+from moeblaze_ops.lowering.graph.sizes import same_shape, size_of
 from moeblaze_ops.lowering.match.matcher import view_of
 from moeblaze_ops.lowering.match.region import reads_size
+from moeblaze_ops.lowering.match.residual import STORED
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.memory import Memory, are_apart, memory_of
 from moeblaze_ops.lowering.undoable_edits import Edits
@@ -28,38 +33,74 @@ _STORES = frozenset((
 ))  # fmt: skip
 """What writes elements alone; others may give a tensor another shape."""
 
-Reads = list[tuple[fx.Node, fx.Node]]
-"""Nodes that read or write memory, each with the alias by which it does."""
+@dataclass(frozen=True)
+class _Access:
+    """What a node reads or writes by one of its operands: all of it, or what the first numbers of its subscript select.
+
+        out[b, token] = rows                    out, the part ``out[b]``, and [token] of it
+    """
+
+    node: fx.Node
+    operand: fx.Node
+    fake: torch.Tensor
+    numbers: tuple = ()
+    others: tuple = ()
+
+    @property
+    def memory(self) -> Memory:
+        return memory_of(self.fake)
+
+    def view(self, insert: Inserter) -> fx.Node:
+        return insert.call(operator.getitem, self.operand, self.numbers) if self.numbers else self.operand
+
+
+_Parts: TypeAlias = dict[Memory, list[_Access]]
 
 
 def hold_parts(edits: Edits, buffers: Collection[int | None]) -> dict[int | None, int | None]:
     """Insert tensors for the parts of ``buffers``, which their storages name, and give the buffer of each by its own storage."""
     view, held = view_of(edits.graph), dict[int | None, int | None]()
     for buffer in buffers:
-        aliases = _aliases(view, buffer)
-        for write in aliases:
+        for write in _aliases(view, buffer):
             if (alias := _viewed(view, write)) is not write:
                 edits.replace(list(write.users), write, alias)
         for parts, behind in list(_windows(view, buffer)):
-            for memory, reads in parts.items():
-                alias = next(node for node in aliases if node not in view.writes and memory_of(node) == memory)
-                part = Inserter(edits, reads[0][0].prev).call("clone", alias)
+            for accesses in parts.values():
+                part = _hold(edits, accesses, behind, buffer)
                 held[storage_of(part)] = buffer
-                for reader, read in reads:
-                    alike = fake_of(read).shape == fake_of(alias).shape
-                    edits.replace([reader], read, part if alike else Inserter(edits, reader.prev).call("view_as", part, read))
-                insert = Inserter(edits, behind.prev)
-                insert.call("copy_", _viewed_again(insert, alias, buffer), part)
     return held
 
 
+def _hold(edits: Edits, accesses: list[_Access], behind: fx.Node, buffer: int | None) -> fx.Node:
+    """Insert a tensor for a part before its first access, and store it ``behind`` the last one."""
+    insert = Inserter(edits, accesses[0].node.prev)
+    alias = accesses[0].view(insert)
+    part = insert.call("clone", alias)
+    for access in accesses:
+        insert, read, node = Inserter(edits, access.node.prev), part, access.node
+        if not same_shape(*(tuple(map(size_of, fake.shape)) for fake in (fake_of(part), access.fake))):
+            read = insert.call("view_as", part, access.view(insert))
+        if access.numbers:
+            edits.call_with(node, (read, access.others, *node.args[2:]))
+        else:
+            edits.replace([node], access.operand, read)
+    insert = Inserter(edits, behind.prev)
+    insert.call("copy_", _viewed_again(insert, alias, buffer), part).meta[STORED] = True
+    return part
+
+
 def has_parts(view: GraphView, buffer: int | None) -> bool:
-    """True if it is known what writes to a buffer, which autograd sees, and there are parts of it, or a caller has it."""
+    """True if a buffer of the graph's own has parts, and it is known what writes to it, which autograd sees.
+
+    A caller's buffer may be seen by another of its tensors.
+    """
     aliases = _aliases(view, buffer)
     writes = [(node, target) for node, target in view.all_writes() if target in aliases]
-    seen = view.detached.isdisjoint(aliases) and all(view.writes[node] is target for node, target in writes)
     known = all((inplace_name(node) or "") in _STORES and target_name(node) for node, target in writes)
-    return seen and known and (not view.inputs.isdisjoint(aliases) or len(set(map(memory_of, aliases))) > 1)
+    if not known or not aliases or not view.detached.isdisjoint(aliases) or not view.inputs.isdisjoint(aliases):
+        return False
+    read = [access.fake for node in view.position for access in _accesses(view, node, buffer)]
+    return len({(fake.dim(), memory_of(fake)) for fake in (*map(fake_of, aliases), *read)}) > 1
 
 
 def _aliases(view: GraphView, buffer: int | None) -> list[fx.Node]:
@@ -67,7 +108,7 @@ def _aliases(view: GraphView, buffer: int | None) -> list[fx.Node]:
 
 
 def _viewed(view: GraphView, node: fx.Node) -> fx.Node:
-    """What a node wrote to and gives."""
+    """What a node that writes to a tensor gives: the tensor."""
     while node in view.writes:
         node = view.writes[node]
     return node
@@ -83,23 +124,60 @@ def _viewed_again(insert: Inserter, node: fx.Node, buffer: int | None) -> fx.Nod
     return insert.call(node.target, *args, **kwargs)
 
 
-def _windows(view: GraphView, buffer: int | None) -> Iterator[tuple[dict[Memory, Reads], fx.Node]]:
+def _windows(view: GraphView, buffer: int | None) -> Iterator[tuple[_Parts, fx.Node]]:
     """Parts that are written between others reading the buffer, and the node before which they have to be there again."""
-    parts: dict[Memory, Reads] = {}
+    parts: _Parts = {}
     for node in view.position:
-        is_view = _is_view(node, buffer) and target_name(node) and node not in view.writes
-        read = [] if is_view or reads_size(node) else [of for of in node.all_input_nodes if storage_of(of) == buffer]
-        memories = set(map(memory_of, read))
-        written = {memory_of(alias) for alias in read if _viewed(view, node) is _viewed(view, alias)}
-        moved = bool(parts) and view.context[node] != view.context[next(iter(parts.values()))[0][0]]
+        accesses = list(_accesses(view, node, buffer))
+        memories = {access.memory for access in accesses}
+        written = {access.memory for access in accesses if _viewed(view, node) is _viewed(view, access.operand)}
+        moved = bool(parts) and view.context[node] != view.context[next(iter(parts.values()))[0].node]
         if parts and (moved or node.op == "output" or not _fit(memories, {*parts, *written})):
             yield parts, node
             parts = {}
         if _fit(memories, written):
             parts |= {memory: [] for memory in written if memory not in parts}
-        for alias in read:
-            if (reads := parts.get(memory_of(alias))) is not None:
-                reads.append((node, alias))
+        for access in accesses:
+            if access.memory in parts:
+                parts[access.memory].append(access)
+
+
+def _accesses(view: GraphView, node: fx.Node, buffer: int | None) -> Iterator[_Access]:
+    """What a node reads or writes of a buffer: no sizes, and nothing where it gives a view."""
+    if reads_size(node) or (_is_view(node, buffer) and target_name(node) and node not in view.writes):
+        return
+    for operand in node.all_input_nodes:
+        if storage_of(operand) == buffer:
+            yield _of_part(node, operand) or _Access(node, operand, fake_of(operand))
+
+
+def _of_part(node: fx.Node, operand: fx.Node) -> _Access | None:
+    """What a node reads or writes by a subscript without tensors, or by one that begins with numbers before a tensor.
+
+        out[b] = y, out[:, 2:4] = y             out[b, token] += y
+    """
+    if (inplace_name(node) or target_name(node)) not in ("setitem", "__setitem__", "getitem", "__getitem__"):
+        return None
+    of, subscript, *values = node.args
+    items = subscript if isinstance(subscript, tuple) else (subscript,)
+    first = next((at for at, item in enumerate(items) if any(map(_is_tensor, _nodes_of(item)))), len(items))
+    if of is not operand or operand in _nodes_of((subscript, values)) or not first:
+        return None
+    if first < len(items) and not all(isinstance(item, int) for item in items[:first]):
+        return None  # out[:, token] is no subscript of out[:]
+    part = fake_result(fake_mode_of(node.graph), operator.getitem, (operand, items[:first]), {})
+    is_view = part.untyped_storage()._cdata == storage_of(operand)
+    return _Access(node, operand, part, items[:first], items[first:] or (...,)) if is_view else None
+
+
+def _nodes_of(argument: fx.node.Argument) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(argument, nodes.append)
+    return nodes
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(fake_of(node), torch.Tensor)
 
 
 def _fit(memories: set[Memory], parts: set[Memory]) -> bool:

@@ -36,7 +36,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.kept_rows import hold_kept
 from moeblaze_ops.lowering.rewrite.parts import has_parts, hold_parts
 from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
-from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
+from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, is_whole, laid_out
 from moeblaze_ops.lowering.rewrite.rows_that_stay import hold_what_stays
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
@@ -213,11 +213,12 @@ def _is_direct_layer(node: fx.Node) -> bool:
 
 
 def _search(edits: Edits) -> tuple[GraphView, dict, tuple]:
-    """As ``_looked_through``, which looks again if layers are declined that may be added to parts of buffers."""
+    """As ``_looked_through``, which looks again if layers may be added to parts of buffers."""
     mark = edits.mark()
     found = view, _, (results, _) = _looked_through(edits)
-    written = [view.writes[result.root] for result in results if isinstance(result, Decline) and result.root in view.writes]
-    filled = {storage: None for storage in map(storage_of, written) if storage is not None and has_parts(view, storage)}
+    ends = [(result, end) for result in results for end in (result.root, *result.root.users) if end in view.writes]
+    targets = [view.writes[end] for result, end in ends if isinstance(result, Decline) or not is_whole(fake_of(view.writes[end]))]
+    filled = {buffer: None for buffer in map(storage_of, targets) if buffer is not None and has_parts(view, buffer)}
     buffers: dict[int | None, None] = {}
     while filled != buffers:
         buffers = filled
