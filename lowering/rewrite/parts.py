@@ -60,14 +60,14 @@ _Parts: TypeAlias = dict[Memory, list[_Access]]
 def hold_parts(edits: Edits, buffers: Collection[int | None]) -> dict[int | None, int | None]:
     """Insert tensors for the parts of ``buffers``, which their storages name, and give the buffer of each by its own storage."""
     view, held = view_of(edits.graph), dict[int | None, int | None]()
-    for buffer in buffers:
-        for write in _aliases(view, buffer):
+    targets = {storage: node for node in view.position if (storage := storage_of(node)) in buffers}
+    for buffer, target in targets.items():
+        for write in view.aliases(target):
             if (alias := _viewed(view, write)) is not write:
                 edits.replace(list(write.users), write, alias)
-        for parts, behind in list(_windows(view, buffer)):
+        for parts, behind in list(_windows(view, target)):
             for accesses in parts.values():
-                part = _hold(edits, accesses, behind, buffer)
-                held[storage_of(part)] = buffer
+                held[storage_of(_hold(edits, accesses, behind, buffer))] = buffer
     return held
 
 
@@ -89,22 +89,24 @@ def _hold(edits: Edits, accesses: list[_Access], behind: fx.Node, buffer: int | 
     return part
 
 
-def has_parts(view: GraphView, buffer: int | None) -> bool:
+def has_parts(view: GraphView, target: fx.Node) -> bool:
     """True if a buffer of the graph's own has parts, and it is known what writes to it, which autograd sees.
 
     A caller's buffer may be seen by another of its tensors.
     """
-    aliases = _aliases(view, buffer)
-    writes = [(node, target) for node, target in view.all_writes() if target in aliases]
-    known = all((inplace_name(node) or "") in _STORES and target_name(node) for node, target in writes)
-    if not known or not aliases or not view.detached.isdisjoint(aliases) or not view.inputs.isdisjoint(aliases):
+    aliases = view.aliases(target)
+    writes = [(node, to) for node, to in view.all_writes() if to in aliases]
+    known = all((inplace_name(node) or "") in _STORES and target_name(node) for node, _ in writes)
+    if not known or not view.detached.isdisjoint(aliases) or not view.inputs.isdisjoint(aliases):
         return False
-    read = [access.fake for node in view.position for access in _accesses(view, node, buffer)]
+    read = [access.fake for node in _users(view, target) for access in _accesses(view, node, storage_of(target))]
     return len({(fake.dim(), memory_of(fake)) for fake in (*map(fake_of, aliases), *read)}) > 1
 
 
-def _aliases(view: GraphView, buffer: int | None) -> list[fx.Node]:
-    return [node for node in view.position if storage_of(node) == buffer]
+def _users(view: GraphView, target: fx.Node) -> list[fx.Node]:
+    """The nodes that read or write to a buffer by any alias."""
+    users = {user for alias in view.aliases(target) for user in alias.users}
+    return sorted(users, key=view.position.__getitem__)
 
 
 def _viewed(view: GraphView, node: fx.Node) -> fx.Node:
@@ -124,22 +126,32 @@ def _viewed_again(insert: Inserter, node: fx.Node, buffer: int | None) -> fx.Nod
     return insert.call(node.target, *args, **kwargs)
 
 
-def _windows(view: GraphView, buffer: int | None) -> Iterator[tuple[_Parts, fx.Node]]:
+def _windows(view: GraphView, target: fx.Node) -> Iterator[tuple[_Parts, fx.Node]]:
     """Parts that are written between others reading the buffer, and the node before which they have to be there again."""
     parts: _Parts = {}
-    for node in view.position:
-        accesses = list(_accesses(view, node, buffer))
+    for node in _users(view, target):
+        accesses = list(_accesses(view, node, storage_of(target)))
         memories = {access.memory for access in accesses}
         written = {access.memory for access in accesses if _viewed(view, node) is _viewed(view, access.operand)}
         moved = bool(parts) and view.context[node] != view.context[next(iter(parts.values()))[0].node]
         if parts and (moved or node.op == "output" or not _fit(memories, {*parts, *written})):
-            yield parts, node
+            yield parts, _behind(view, parts, node)
             parts = {}
-        if _fit(memories, written):
-            parts |= {memory: [] for memory in written if memory not in parts}
+        parts |= {memory: [] for memory in written if memory not in parts}
         for access in accesses:
             if access.memory in parts:
                 parts[access.memory].append(access)
+    if parts:
+        yield parts, _behind(view, parts, view.graph.output_node())
+
+
+def _behind(view: GraphView, parts: _Parts, node: fx.Node) -> fx.Node:
+    """A node, or one before it at which gradients are switched off or on behind the last access."""
+    last = max(access.node for accesses in parts.values() for access in accesses)
+    step = last.next
+    while step is not node and view.context.get(step, view.context[last]) == view.context[last]:
+        step = step.next
+    return step
 
 
 def _accesses(view: GraphView, node: fx.Node, buffer: int | None) -> Iterator[_Access]:

@@ -218,7 +218,7 @@ def _search(edits: Edits) -> tuple[GraphView, dict, tuple]:
     found = view, _, (results, _) = _looked_through(edits)
     ends = [(result, end) for result in results for end in (result.root, *result.root.users) if end in view.writes]
     targets = [view.writes[end] for result, end in ends if isinstance(result, Decline) or not is_whole(fake_of(view.writes[end]))]
-    filled = {buffer: None for buffer in map(storage_of, targets) if buffer is not None and has_parts(view, buffer)}
+    filled = {storage_of(target): None for target in targets if storage_of(target) is not None and has_parts(view, target)}
     buffers: dict[int | None, None] = {}
     while filled != buffers:
         buffers = filled
