@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, storage_of
+from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, inplace_name, target_name
 from moeblaze_ops.lowering.graph.sizes import same_shape, size_of
 from moeblaze_ops.lowering.match.matcher import view_of
@@ -97,6 +97,8 @@ def has_parts(view: GraphView, target: fx.Node) -> bool:
     aliases = view.aliases(target)
     writes = [(node, to) for node, to in view.all_writes() if to in aliases]
     known = all((inplace_name(node) or "") in _STORES and target_name(node) for node, _ in writes)
+    if any(_is_view(of, storage_of(target)) and not _is_tensor(of) for alias in aliases for of in alias.all_input_nodes):
+        return False  # out.unbind(0): autograd lets none of several views be written
     if not known or not view.detached.isdisjoint(aliases) or not view.inputs.isdisjoint(aliases):
         return False
     read = [access.fake for node in _users(view, target) for access in _accesses(view, node, storage_of(target))]
@@ -127,22 +129,25 @@ def _viewed_again(insert: Inserter, node: fx.Node, buffer: int | None) -> fx.Nod
 
 
 def _windows(view: GraphView, target: fx.Node) -> Iterator[tuple[_Parts, fx.Node]]:
-    """Parts that are written between others reading the buffer, and the node before which they have to be there again."""
+    """Parts that are written between others reading the buffer, and the node before which they have to be there again.
+
+    Somebody who learns reads the buffer afterwards: what was added to any part has a gradient, of zeros if it is not read.
+    """
     parts: _Parts = {}
-    for node in _users(view, target):
+    users = _users(view, target)
+    for number, node in enumerate(users):
         accesses = list(_accesses(view, node, storage_of(target)))
         memories = {access.memory for access in accesses}
         written = {access.memory for access in accesses if _viewed(view, node) is _viewed(view, access.operand)}
         moved = bool(parts) and view.context[node] != view.context[next(iter(parts.values()))[0].node]
         if parts and (moved or node.op == "output" or not _fit(memories, {*parts, *written})):
-            yield parts, _behind(view, parts, node)
+            if any(later.op == "output" or needs_gradient(later) for later in users[number:]):
+                yield parts, _behind(view, parts, node)
             parts = {}
         parts |= {memory: [] for memory in written if memory not in parts}
         for access in accesses:
             if access.memory in parts:
                 parts[access.memory].append(access)
-    if parts:
-        yield parts, _behind(view, parts, view.graph.output_node())
 
 
 def _behind(view: GraphView, parts: _Parts, node: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops import explain
-from tests.tools.rewrite_harness import rewrite_of, rewriting_backend, rewritten_in
+from tests.tools.rewrite_harness import compiled, rewrite_of, rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -345,15 +345,37 @@ def test_a_row_of_the_result_is_read_by_an_older_view():
     assert layers_of(combine, batch(B, S)) == 1
 
 
-def test_what_is_read_in_between_alone():
-    """The buffer itself is read by nobody."""
+@pytest.mark.parametrize("read", [lambda out: out[1] * 2, lambda out: out[0] * 2], ids=["another part", "the part"])
+def test_gradients_of_what_nobody_reads_are_zeros(read):
+    """A part is stored for those who learn by the buffer: without them it has no gradient, where it has one of zeros."""
 
     def combine(layer, x):
         out = torch.zeros_like(x)
-        layer.add(out[0], x[0])
-        return out[0] * 2
+        for b in range(len(x)):
+            for y in layer.dense(x[b]):
+                out[b] += y
+            x = layer.shared(x)
+        return read(out)
 
-    assert layers_of(combine, batch(B, S)) == 1
+    layer = Layer(combine).double()
+    results = []
+    for run in (torch.compile(layer, backend=compiled(layer)[1]), layer):
+        layer.zero_grad()
+        run(batch(B, S)).sum().backward()
+        results.append([parameter.grad is None for parameter in layer.parameters()])
+    assert results[0] == results[1]
+
+
+def test_several_views_of_one_operator():
+    def combine(layer, x):
+        out = layer.shared(x)
+        for y in layer.dense(x[0]):
+            out[0] += y
+        first, *_ = out.unbind(0)
+        return out, first.sum()
+
+    layer = Layer(combine).double()
+    assert all(candidate.reason for candidate in explain(layer, batch(B, S)).candidates)
 
 
 def test_other_buffers_stay_as_they_are():
