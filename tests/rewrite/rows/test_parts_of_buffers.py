@@ -345,7 +345,14 @@ def test_a_row_of_the_result_is_read_by_an_older_view():
     assert layers_of(combine, batch(B, S)) == 1
 
 
-@pytest.mark.parametrize("read", [lambda out: out[1] * 2, lambda out: out[0] * 2], ids=["another part", "the part"])
+def read_and_measured(out):
+    rows = out[1] * 2
+    with torch.no_grad():
+        size = out.mean()
+    return rows + size
+
+
+@pytest.mark.parametrize("read", [lambda out: out[1] * 2, read_and_measured], ids=["another part", "and measured"])
 def test_gradients_of_what_nobody_reads_are_zeros(read):
     """A part is stored for those who learn by the buffer: without them it has no gradient, where it has one of zeros."""
 
@@ -354,10 +361,10 @@ def test_gradients_of_what_nobody_reads_are_zeros(read):
         for b in range(len(x)):
             for y in layer.dense(x[b]):
                 out[b] += y
-            x = layer.shared(x)
+            layer = other
         return read(out)
 
-    layer = Layer(combine).double()
+    other, layer = Layer(None).double(), Layer(combine).double()
     results = []
     for run in (torch.compile(layer, backend=compiled(layer)[1]), layer):
         layer.zero_grad()
