@@ -35,9 +35,18 @@ class Edits:
         """Let ``readers`` of what holds ``old``, and whatever is inserted later, read ``new``."""
         held = self.holder(old)
         self.succeed(old, new)
+        self.replace(readers, held, new)
+
+    def replace(self, readers: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
+        """Let ``readers`` read ``new`` in place of ``old``."""
         for reader in readers:
             self._undo.append(partial(_restore, reader, reader.args, reader.kwargs))
-            reader.replace_input_with(held, new)
+            reader.replace_input_with(old, new)
+
+    def call_with(self, node: fx.Node, args: tuple) -> None:
+        """Let ``node`` have other arguments."""
+        self._undo.append(partial(_restore, node, node.args, node.kwargs))
+        node.args = args
 
     def succeed(self, old: fx.Node, new: fx.Node | Callable[[], fx.Node]) -> None:
         """Let whatever is inserted later read ``new``, or what it adds, in place of ``old``; nothing is added for nobody."""

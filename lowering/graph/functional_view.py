@@ -216,7 +216,7 @@ class GraphView:
     _all_writes: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
     _last_writes: dict[int | fx.Node, fx.Node] = field(default_factory=dict)
     _places: dict[fx.Node, tuple[Size, ...]] = field(default_factory=dict)
-    _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
+    detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
     _of_ids: set[Value] = field(default_factory=set)  # numbers that ids and constants alone give
@@ -356,7 +356,7 @@ class GraphView:
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
             if self._is_detached(node):
-                self._detached.add(node)
+                self.detached.add(node)
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         operands = node.all_input_nodes
@@ -374,7 +374,7 @@ class GraphView:
         if name in _DETACHING or self.is_without_gradient(node):
             return True
         viewed = [operand for operand in node.all_input_nodes if storage_of(operand) == storage_of(node)]
-        return bool(viewed) and (not name or not self._detached.isdisjoint(viewed))
+        return bool(viewed) and (not name or not self.detached.isdisjoint(viewed))
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._now[node] = value
@@ -449,7 +449,7 @@ class GraphView:
                 after = value
             elif before.op in ("index", "select", "slice") and before.args[0] is held and self._are_rows(target, alias):
                 after = None if _overlaps(fake_of(alias)) else self.with_part(before, value)
-            elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
+            elif _is_reshape(alias, target) and (alias in self.detached) == (target in self.detached):
                 after = self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)), dtype=value.dtype)
             self._record(alias, self.opaque(alias, at) if after is None else after)
         if any(alias.op == "placeholder" for alias in same_buffer):

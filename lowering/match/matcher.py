@@ -29,7 +29,7 @@ from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.residual import STAYS, adds, bases
+from moeblaze_ops.lowering.match.residual import STAYS, STORED, adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, Grouped, chosen_by, grouped, is_fewer, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
@@ -111,7 +111,7 @@ class Matcher:
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
-                if isinstance(result, MoEMatch) and taken.isdisjoint(result.region.nodes) and not self._is_again(result, found):
+                if isinstance(result, MoEMatch) and not self._is_again(result, found) and not _is_inside(found, result):
                     found.append(result)
                     taken.update(result.region.nodes)
                 elif isinstance(result, Decline) and result.progress > decline.progress:
@@ -322,7 +322,7 @@ class Matcher:
         return next((value for value in joined if self._experts_of(value.args[0])), None)
 
     def _may_combine(self, node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") or STORED in node.meta:
             return False
         return (inplace_name(node) or target_name(node)) in _COMBINES or _is_foreign(node) or self._picks(node)
 
@@ -385,6 +385,11 @@ def _picks_one(value: Value) -> bool:
         value = value.args[0]
     by_several = value.op == "take" or (value.op == "index" and sum(index is not None for index in value.args[1]) > 1)
     return by_several and len(value.args[0].shape) > 2
+
+
+def _is_inside(found: Sequence[MoEMatch], outer: MoEMatch) -> bool:
+    """True if another layer ends inside of one."""
+    return any(layer.root in outer.region.nodes for layer in found)
 
 
 def _added(term: Expr | None, feature: Expr) -> str:

@@ -12,6 +12,9 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 STAYS = "moeblaze_stays"
 """In the metadata of a node right before a store: it holds what stays of the tensor, with zeros for what is stored there."""
 
+STORED = "moeblaze_stored"
+"""In the metadata of a node that stores a part of a buffer, which a layer may be added to, when it is done."""
+
 
 def bases(view: GraphView, root: fx.Node, value: Value) -> Iterator[tuple[fx.Node, Value]]:
     """What ``value`` adds to, and the node that holds it at ``root``, or will once the writes of the sum are gone."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.kernels.devices import capability, why_no_kernels
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
@@ -34,8 +34,9 @@ from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.kept_rows import hold_kept
+from moeblaze_ops.lowering.rewrite.parts import has_parts, hold_parts
 from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
-from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
+from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, is_whole, laid_out
 from moeblaze_ops.lowering.rewrite.rows_that_stay import hold_what_stays
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
@@ -142,9 +143,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     edits = Edits(gm.graph)
     _hold_numbers(edits)
     try:
-        hold_kept(edits)
-        hold_what_stays(edits)
-        view, sizes, (results, views) = _looked_through(gm.graph)
+        view, sizes, (results, views) = _search(edits)
         with settling(sizes):
             matched = [result for result in results if isinstance(result, MoEMatch)]
             inside = {node for match in matched for node in match.region.nodes if node is not match.root}
@@ -213,8 +212,29 @@ def _is_direct_layer(node: fx.Node) -> bool:
     return is_one and any(file == direct.__file__ for file, *_ in places(node))
 
 
-def _looked_through(graph: fx.Graph) -> tuple[GraphView, dict, tuple]:
+def _search(edits: Edits) -> tuple[GraphView, dict, tuple]:
+    """As ``_looked_through``, which looks again if layers may be added to parts of buffers."""
+    mark = edits.mark()
+    found = view, _, (results, _) = _looked_through(edits)
+    ends = [(result, end) for result in results for end in (result.root, *result.root.users) if end in view.writes]
+    targets = [view.writes[end] for result, end in ends if isinstance(result, Decline) or not is_whole(fake_of(view.writes[end]))]
+    filled = {storage_of(target): None for target in targets if storage_of(target) is not None and has_parts(view, target)}
+    buffers: dict[int | None, None] = {}
+    while filled != buffers:
+        buffers = filled
+        edits.undo(mark)
+        held = hold_parts(edits, buffers)
+        found = view, _, (results, _) = _looked_through(edits)
+        roots = [result.root for result in results if isinstance(result, MoEMatch)]
+        filled = {held[part]: None for root in roots if (part := storage_of(view.writes.get(root, root))) in held}
+    return found
+
+
+def _looked_through(edits: Edits) -> tuple[GraphView, dict, tuple]:
     """A view of the graph, sizes that only the data tell, and the matches; a layer's widths and K are guarded on the way."""
+    hold_kept(edits)
+    hold_what_stays(edits)
+    graph = edits.graph
     while True:
         view = view_of(graph)
         sizes = known_sizes(view)

@@ -352,15 +352,6 @@ def write_through_an_alias(self, x, weights, ids):
     return out
 
 
-@_lookalike("BUFFER_ALIASED")
-def alias_read_afterwards(self, x, weights, ids):
-    out = torch.zeros_like(x)
-    first_row = out[0]
-    for e, expert in enumerate(self.experts):
-        out += expert(x) * _share(weights, ids, e)
-    return out, first_row * 2
-
-
 @_lookalike("EFFECT")
 def random_numbers_times_zero(self, x, weights, ids):
     def expert(e, x):

@@ -160,7 +160,7 @@ def _check_all() -> None:
         layer.check_against_eager()
 
 
-@pytest.mark.parametrize("name", ["alias_read_afterwards", "partial_sum_read", "expert_output_read", "hidden_read"])
+@pytest.mark.parametrize("name", ["partial_sum_read", "expert_output_read", "hidden_read"])
 def test_layers_that_are_read_inside_are_right(name, monkeypatch):
     """They are left alone since they would be computed twice. Rewritten, what is read stays, and the writes to it."""
     monkeypatch.setattr(region, "_prove_alone", lambda *others: None)

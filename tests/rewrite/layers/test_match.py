@@ -53,7 +53,7 @@ def _rms_norm() -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "norm"), [
-    ("capacity", nn.Identity), ("partial_sum_read", nn.Identity), ("alias_read_afterwards", _rms_norm),
+    ("capacity", nn.Identity), ("partial_sum_read", nn.Identity), ("partial_sum_read", _rms_norm),
     ("one_expert_without_gradient", _rms_norm), ("expert_choice_of_others", _rms_norm),
 ])  # fmt: skip
 def test_residual_add_around_a_lookalike_is_no_candidate(name, norm):
