@@ -1,5 +1,6 @@
 """Calls that are added to a graph of forward and backward, before it is parted."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +23,7 @@ class Writer:
         args, kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         node.meta["val"] = target(*args, **kwargs)
         return node
+
+    def product(self, one: int | fx.Node, other: int | fx.Node) -> int | fx.Node:
+        """The product of two sizes, each a number or a node that gives one."""
+        return one * other if isinstance(one, int) and isinstance(other, int) else self(operator.mul, one, other)

@@ -8,6 +8,7 @@ The first compares every id with every expert, T K E times. All is done to the g
 written to.
 """
 
+import functools
 import operator
 
 import torch
@@ -156,10 +157,7 @@ def count_one_hot(reduced: fx.Node) -> None:
     counts = _call(reduced, _ops.expert_counts.default, bins, num_kept * num_experts)
     result = write(_CAST, counts, value.dtype)
     if reduced.target == aten.mean.dim:
-        number = 1
-        for axis in axes:
-            number = number * _size(write, ids, axis)
-        result = write(aten.div.Tensor, result, number)
+        result = write(aten.div.Tensor, result, functools.reduce(write.product, (_size(write, ids, axis) for axis in axes)))
     result = write(aten.reshape.default, result, [*kept, num_experts])
     reduced.replace_all_uses_with(result)
     reduced.graph.erase_node(reduced)

@@ -48,6 +48,10 @@ def over_slots_too(logits, experts):
     return (fraction * logits.float().softmax(-1).mean(0)).sum()
 
 
+def mean_over_both(logits, experts):
+    return (F.one_hot(experts.long(), E).float().mean((0, 1)) * logits.float().softmax(-1).mean(0)).sum()
+
+
 def by_experts(logits, experts):
     """Of each token, not over tokens."""
     return (F.one_hot(experts.long(), E).float().mean(1) * logits.float().softmax(-1)).sum()
@@ -100,13 +104,14 @@ def forward_code(loss_of, dynamic=False) -> str:
     return fakecuda.generated_code(lambda *given: layer(*given, loss_of), tuple(inputs), dynamic=dynamic)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    ("loss_of", "counted"), [(as_written, 2), (over_slots_too, 1), (by_experts, 1), (of_other_ids, 1)]
+    ("loss_of", "counted"), [(as_written, 2), (over_slots_too, 1), (mean_over_both, 1), (by_experts, 1), (of_other_ids, 1)]
 )
-def test_ids_are_counted_not_compared(loss_of, counted, monkeypatch):
+def test_ids_are_counted_not_compared(loss_of, counted, dynamic, monkeypatch):
     """Sums over slots too are what dispatch counts, so that one count is left."""
     monkeypatch.setenv("CI", "1")  # Inductor is stricter there
-    code = forward_code(loss_of)
+    code = forward_code(loss_of, dynamic)
     assert fakecuda.launches(code).count("_count_kernel") == counted
     compared = [name for name in fakecuda.launches(code) if "_eq_" in name]
     assert bool(compared) == (loss_of in (by_experts, of_other_ids))
