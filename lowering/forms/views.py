@@ -311,7 +311,7 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "ne
 _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "cpu")
 
 short_forms({
-    ("contiguous", "clone", "shared_with_host"): lambda view, x, *args, **kwargs: tensor(x),
+    ("contiguous", "clone", "left_as_it_is"): lambda view, x, *args, **kwargs: tensor(x),
     ("stack",): lambda view, xs, dim=0: view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1)),
     ("mT",): lambda view, x: TABLE["transpose"](view, x, -2, -1),
     ("numpy_T",): lambda view, x: permuted(view, x, tuple(reversed(range(len(tensor(x).shape))))),

@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, sto
 from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
-from moeblaze_ops.lowering.obligations.markers import LEAF, shared_with_host
+from moeblaze_ops.lowering.obligations.markers import LEAF, left_as_it_is
 from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.lowering.torch_internals.frames import is_of_host
 from moeblaze_ops.ops.register import NAMESPACE
@@ -28,7 +28,7 @@ def unproven(gm: fx.GraphModule) -> str | None:
     if leaves := [node for graph in graphs_of(gm) for node in _leaves_that_are_seen(graph)]:
         return f"{', '.join(named(leaves))} is made with requires_grad=True, and what is made of it has no other gradient"
     if shared := [node for graph in graphs_of(gm) for node in _writes_to_shared(graph)]:
-        return f"{', '.join(named(shared))} writes to numbers that the host shares"
+        return f"{', '.join(named(shared))} writes to numbers that another array or tensor shares"
     return "ids may be no numbers of experts" if any(map(unknown_counted_ids, graphs_of(gm))) else None
 
 
@@ -37,7 +37,7 @@ def has_numbers(gm: fx.GraphModule) -> bool:
     return any(target_name(node) in _OF_NUMBERS and not is_of_host(node) for node in all_nodes(gm))
 
 
-_OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "shared_with_host"))
+_OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "left_as_it_is"))
 
 
 def may_lack_tokens(gm: fx.GraphModule, *, skips: bool) -> bool:
@@ -90,10 +90,10 @@ def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:
         sizes = counts.numpy(); counts.zero_()      and not     sizes = counts.tolist(); counts.zero_()
     """
     shared: set[int] = set()
-    for node in graph.nodes if any(node.target is shared_with_host for node in graph.nodes) else ():
+    for node in graph.nodes if any(node.target is left_as_it_is for node in graph.nodes) else ():
         if node.op != "output" and any(storage_of(written) in shared for written in written_nodes(node)):
             yield node
-        if node.target is shared_with_host and (storage := storage_of(node)) is not None:
+        if node.target is left_as_it_is and (storage := storage_of(node)) is not None:
             shared.add(storage)
 
 

@@ -59,8 +59,8 @@ def rows_joined(parts: tuple[Tensor, ...], size: int) -> Tensor:
     return joined.as_strided((size, *joined.shape[1:]), joined.stride())
 
 
-def shared_with_host(x: Tensor) -> Tensor:
-    """``x``, the numbers of which the host has read by now and may see again: nobody may write to it from here on."""
+def left_as_it_is(x: Tensor) -> Tensor:
+    """``x``, to which nobody may write from here on: the host has its numbers, or another tensor stands for a part of it."""
     return x.view_as(x)
 
 
@@ -75,6 +75,6 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 
 OURS.update((
-    branch_forks, branch_begins, branch_ends, counts_below, one_hot_below, rows_between, rows_joined, shared_with_host, is_hit,
+    branch_forks, branch_begins, branch_ends, counts_below, one_hot_below, rows_between, rows_joined, left_as_it_is, is_hit,
     hit_number, some_rows,
 ))  # fmt: skip

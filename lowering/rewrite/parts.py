@@ -9,7 +9,7 @@ So what a layer's experts are added to is seen by nobody else, and is stored bef
 """
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -67,25 +67,30 @@ def hold_parts(edits: Edits, buffers: Collection[int | None]) -> dict[int | None
                 edits.replace(list(write.users), write, alias)
         for parts, behind in list(_windows(view, target)):
             for accesses in parts.values():
-                held[storage_of(_hold(edits, accesses, behind, buffer))] = buffer
+                held[storage_of(_hold(edits, view, accesses, behind))] = buffer
     return held
 
 
-def _hold(edits: Edits, accesses: list[_Access], behind: fx.Node, buffer: int | None) -> fx.Node:
-    """Insert a tensor for a part before its first access, and store it ``behind`` the last one."""
+def _hold(edits: Edits, view: GraphView, accesses: list[_Access], behind: fx.Node) -> fx.Node:
+    """Insert a tensor for a part before its first access, and store it ``behind`` the last one.
+
+    It is dense: what may be a view of it, and is none of a part that has gaps, as ``out[:, 0].contiguous()``, is one of a copy.
+    """
     insert = Inserter(edits, accesses[0].node.prev)
     alias = accesses[0].view(insert)
     part = insert.call("clone", alias)
     for access in accesses:
         insert, read, node = Inserter(edits, access.node.prev), part, access.node
-        if not same_shape(*(tuple(map(size_of, fake.shape)) for fake in (fake_of(part), access.fake))):
+        if not _are_same(fake_of(part).shape, access.fake.shape):
             read = insert.call("view_as", part, access.view(insert))
+        if not _is_written(view, access) and not _are_same(fake_of(read).stride(), access.fake.stride()):
+            read = insert.call("clone", read)
         if access.numbers:
             edits.call_with(node, (read, access.others, *node.args[2:]))
         else:
             edits.replace([node], access.operand, read)
     insert = Inserter(edits, behind.prev)
-    insert.call("copy_", _viewed_again(insert, alias, buffer), part).meta[STORED] = True
+    insert.call("copy_", _viewed_again(insert, alias, storage_of(alias)), part).meta[STORED] = True
     return part
 
 
@@ -118,6 +123,14 @@ def _viewed(view: GraphView, node: fx.Node) -> fx.Node:
     return node
 
 
+def _are_same(*numbers: Sequence[int | torch.SymInt]) -> bool:
+    return same_shape(*(tuple(map(size_of, each)) for each in numbers))
+
+
+def _is_written(view: GraphView, access: _Access) -> bool:
+    return _viewed(view, access.node) is _viewed(view, access.operand)
+
+
 def _viewed_again(insert: Inserter, node: fx.Node, buffer: int | None) -> fx.Node:
     """A view made anew: autograd lets none write that were made before another write gave the buffer a gradient."""
     if not any(_is_view(of, buffer) for of in node.all_input_nodes):
@@ -138,7 +151,7 @@ def _windows(view: GraphView, target: fx.Node) -> Iterator[tuple[_Parts, fx.Node
     for number, node in enumerate(users):
         accesses = list(_accesses(view, node, storage_of(target)))
         memories = {access.memory for access in accesses}
-        written = {access.memory for access in accesses if _viewed(view, node) is _viewed(view, access.operand)}
+        written = {access.memory for access in accesses if _is_written(view, access)}
         moved = bool(parts) and view.context[node] != view.context[next(iter(parts.values()))[0].node]
         if parts and (moved or node.op == "output" or not _fit(memories, {*parts, *written})):
             if any(later.op == "output" or needs_gradient(later) for later in users[number:]):

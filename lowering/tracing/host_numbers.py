@@ -34,7 +34,7 @@ from moeblaze_ops.lowering.graph.functional_view import is_written, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes_of
-from moeblaze_ops.lowering.obligations.markers import counts_below, one_hot_below, rows_between, rows_joined, shared_with_host
+from moeblaze_ops.lowering.obligations.markers import counts_below, left_as_it_is, one_hot_below, rows_between, rows_joined
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
 
 _RUNNING_SUMS = () if np is None else (np.cumsum,)
@@ -105,7 +105,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             return rows
         return _traced(tx, operator.getitem, [rows, TupleVariable([_whole(tx), *others])])  # rows[start:end, None]
     if function is operator.getitem and isinstance(args[0], TensorVariable) and (classes := _first_classes(tx, args[0], args[1])):
-        return _traced(tx, one_hot_below, classes)
+        return classes
     if function in (operator.add, operator.iadd) and len(args) == 2 and (count := _in_tensor(tx, *args)) is not None:
         return _traced(tx, function, [args[0], count])
     if function in _JOINS and (size := _known_rows(tx, args)) is not None:
@@ -126,7 +126,7 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         are_integers = fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
         is_array = np is not None and name == "numpy" and are_integers
         if is_array and not args and not kwargs and isinstance(fake.shape[0], int):
-            return HostArray(_traced(tx, shared_with_host, [x]).call_method(tx, "tolist", [], {}).items)
+            return HostArray(_traced(tx, left_as_it_is, [x]).call_method(tx, "tolist", [], {}).items)
     if name in ("tolist", "numpy") and not args and not kwargs and (counted := _counted_before(tx, x)) is not None:
         ids, number = counted
         counts = _traced(tx, counts_below, [ids, ConstantVariable.create(number)])
@@ -158,13 +158,14 @@ def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker 
     tx.output.create_proxy("call_function", torch._assert_async, (in_range.all(), "one_hot: ids must be below num_classes"), {})
     made = _traced(tx, one_hot_below, [ids, number])
     clamped = given.as_proxy().node if held is None else held.node
-    if target_name(clamped) == "clamp" and clamped.kwargs.keys() == {"min"} and not is_written({clamped, of_ids.node}):
-        vars(tx.output).setdefault("_moeblaze_one_hots", {})[made.as_proxy().node] = ids, clamped.kwargs["min"]
+    least = clamped.kwargs.get("min") if target_name(clamped) == "clamp" and len(clamped.kwargs) == 1 else None
+    if type(least) is int and not is_written({clamped, of_ids.node}):
+        vars(tx.output).setdefault("_moeblaze_one_hots", {})[made.as_proxy().node] = ids, least
     return made
 
 
-def _first_classes(tx: Any, one_hot: TensorVariable, key: VariableTracker) -> list[VariableTracker] | None:
-    """The ids of a one-hot, and of how many classes a subscript takes it, where it is known to have so many.
+def _first_classes(tx: Any, one_hot: TensorVariable, key: VariableTracker) -> VariableTracker | None:
+    """A one-hot of as many classes as a subscript takes of another, where that is known to have so many.
 
         F.one_hot(place, max(place.max() + 1, C))[..., :C]
     """
@@ -174,7 +175,10 @@ def _first_classes(tx: Any, one_hot: TensorVariable, key: VariableTracker) -> li
         return None
     start, stop, step = last.items
     known = _is_none(start) and _is_none(step) and isinstance(stop, ConstantVariable) and type(stop.value) is int
-    return [ids, stop] if known and 0 <= stop.value <= least and not is_written({ids.as_proxy().node}) else None
+    if not known or not 0 <= stop.value <= least or is_written({ids.as_proxy().node, one_hot.as_proxy().node}):
+        return None
+    _traced(tx, left_as_it_is, [one_hot])
+    return _traced(tx, left_as_it_is, [_traced(tx, one_hot_below, [ids, stop])])
 
 
 _COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}

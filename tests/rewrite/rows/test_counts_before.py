@@ -159,6 +159,20 @@ def test_one_hots_that_are_cut(hits):
     assert _cut(Layer((), 4, hits=hits)) == 1
 
 
+@pytest.mark.parametrize(
+    "steps",
+    ["m[..., :C].mul_(2), m[..., :C]", "hits := m[..., :C], m[..., 1:].mul_(2), hits", "m[..., 1:].mul_(2), m[..., :C]"],
+)
+def test_one_hots_that_are_written(steps):
+    whole = CUT.removesuffix("[..., :C]")
+    steps = steps.replace("hits := m[..., :C]", "(hits := m[..., :C])")
+    assert _cut(Layer((), 4, hits=f"(m := {whole}, {steps})[-1]")) == 0
+
+
+def test_one_hots_that_are_cut_by_a_tensor():
+    assert _cut(Layer((), 4, hits="F.one_hot(place, (place.max() + 1).clamp(min=torch.tensor(C)))[..., :C]")) == 0
+
+
 CUT_TWINS = ("[..., :C]", "[..., 1 : C + 1]"), ("[..., :C]", "[..., :C].flip(-1)"), ("+ 1, C)", "+ 1 + C, 1)")
 
 

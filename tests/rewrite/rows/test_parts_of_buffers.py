@@ -323,6 +323,22 @@ def test_a_buffer_is_stored_in_itself():
     layers_of(combine, batch(1, S))
 
 
+@pytest.mark.parametrize("copy", [torch.Tensor.contiguous, torch.flatten, lambda part: part.reshape(-1, 3)])
+@pytest.mark.parametrize("write", [lambda part, y: part.mul_(2), lambda part, y: y.mul_(2)], ids=["part", "copy"])
+def test_a_part_with_gaps_is_copied(copy, write):
+    """A view of it may not be contiguous, but one of what holds it is."""
+
+    def combine(layer, x):
+        out = x.new_zeros(S, 2 * D)
+        part = out[:, :D]
+        layer.add(part, x[0])
+        y = copy(part)
+        write(part, y)
+        return out, y
+
+    assert layers_of(combine, batch(B, S)) == 1
+
+
 @pytest.mark.parametrize("change", [lambda part: part.t_(), lambda part: part.unsqueeze_(0), lambda part: part.cumsum_(0)])
 def test_a_part_is_changed_in_another_way(change):
     def combine(layer, x):
