@@ -21,6 +21,7 @@ LOST = {
     "attempts": "layers that select tokens by where(mask), skip experts without tokens or count on the host stay as they are "
     "written; all others are rewritten",
     "cacheable": "graphs with sharded experts are differentiated anew in each process; Inductor's own cache is used",
+    "cuts": "layers that cut the tokens of an expert by `rows[:C]` stay as they are in torch 2.11; all others are rewritten",
     "frames": "explain and config.verify do nothing; layers that select tokens by where(mask), skip experts without tokens or "
     "count on the host stay as they are written; all others are rewritten",
     "graphs": "layers in graphs of a backend of one's own, or exported ones, stay as they are; all others are rewritten",
@@ -84,6 +85,11 @@ PATCHES = {
         "routing, and what comes back from other ranks, is kept for backward and not repeated",
         "joint_module, static_lifetime_input_indices, num_fwd_outputs",
         "repeats",
+    ),
+    "torch._subclasses.fake_impls._compute_slice_index": Patch(
+        "in attempts, `rows[:C]` are as many as the smaller of two numbers, which torch 2.11 does not know where data tell one",
+        "size, index",
+        "cuts",
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.variables.base.VariableTracker.__init__": Patch(

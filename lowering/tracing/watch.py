@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.patches import Replacement
 from moeblaze_ops.lowering.torch_internals.frames import dynamo_config
@@ -75,3 +77,9 @@ def install() -> None:
             "TensorVariable.call_method": _instead(calls.method_of_tensor),
         },
     )
+    patches.install("cuts", {"fake_impls._compute_slice_index": _instead(lambda _, bound, *given: _cut(bound(*given), *given))})
+
+
+def _cut(bound: Any, size: Any, index: Any) -> Any:
+    """What a bound of a slice is, by what torch says; the smaller of both numbers where it does not say: rows[:C]."""
+    return torch.sym_min(index, size) if bound is None and isinstance(index, int) and index >= 0 else bound

@@ -184,6 +184,7 @@ OTHER_NUMBERS = {
     "of all rows twice": lambda token: min(2 * len(token), C),
     "of repeated rows": lambda token: len(token.repeat(2)[:C]),
     "of every second row": lambda token: len(token[::2][:3]),
+    "of all but the last": lambda token: len(token[:-1]),
     "and three more": lambda token: min(len(token) + 3, C),
     "less than none": lambda token: min(len(token), -1),
 }
