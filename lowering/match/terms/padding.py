@@ -181,7 +181,7 @@ class _Position:
     def is_apart(self, other: "_Position | None") -> bool:
         """True if the slots that another one counts have other places."""
         orders = () if other is None else ((self, other), (other, self))
-        return any(first.behind | {end} <= second.behind for first, second in orders for end in (first.total, *first.kept))
+        return any(one.behind < one.behind | {end} <= two.behind for one, two in orders for end in (one.total, *one.kept))
 
 
 def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _Position | None:

@@ -360,6 +360,13 @@ def behind_one_another(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def behind_their_own_number(self, x, probabilities):
+    """First slots behind as many places as there are first slots, as second ones are."""
+    (first, location), second = _of_two(self, probabilities)
+    combine = _combined_of_two(self, probabilities, [(first, location + first.sum(0, keepdim=True)), second])
+    return self.combined(x, combine, combine.bool())
+
+
 def weighted_twice(self, x, probabilities):
     weights, chosen, place, kept = _places(self, x, probabilities)
     combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
@@ -439,7 +446,7 @@ def second_slots_stored_from_zero(self, x, probabilities):
 NEAR = (places_of_favourites, stored_over_one_another, stored_for_others, second_slots_stored_from_zero, more_tokens_than_places,
         dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
         second_slots_from_zero, second_slots_behind_more, slots_behind_numbers_of_their_own, counted_in_groups,
-        behind_one_another, weighted_twice,
+        behind_one_another, behind_their_own_number, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
 
