@@ -33,6 +33,7 @@ _STORES = frozenset((
 ))  # fmt: skip
 """What writes elements alone; others may give a tensor another shape."""
 
+
 @dataclass(frozen=True)
 class _Access:
     """What a node reads or writes by one of its operands: all of it, or what the first numbers of its subscript select.
