@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, needs_gradient, storage_of
@@ -98,8 +99,10 @@ def _hold(edits: Edits, view: GraphView, accesses: list[_Access], behind: fx.Nod
 def has_parts(view: GraphView, target: fx.Node) -> bool:
     """True if a buffer of the graph's own has parts, and it is known what writes to it, which autograd sees.
 
-    A caller's buffer may be seen by another of its tensors.
+    A caller's buffer may be seen by another of its tensors. Torch 2.11 cannot store a part of as many rows as the data tell.
     """
+    if free_unbacked_symbols(fake_of(target).shape):
+        return False
     aliases = view.aliases(target)
     writes = [(node, to) for node, to in view.all_writes() if to in aliases]
     known = all((inplace_name(node) or "") in _STORES and target_name(node) for node, _ in writes)

@@ -4,11 +4,14 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
+from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering.graph.fake_values import storage_of
 from moeblaze_ops.lowering.match.matcher import view_of
 from moeblaze_ops.lowering.rewrite.parts import has_parts, hold_parts
 from moeblaze_ops.lowering.undoable_edits import Edits
+from tests.capture.test_capture import kept, rewriting_backend
 
 VIEWS = [
     lambda out: out, lambda out: out[0], lambda out: out[-1], lambda out: out[:2], lambda out: out[1:], lambda out: out[:, 1],
@@ -76,3 +79,24 @@ def test_programs(seeds):
         run = program(seed)
         torch.testing.assert_close(trained(torch.compile(run, backend=backend, fullgraph=True), x, y), trained(run, x, y))
     assert held
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("reduce", [torch.amin, torch.sum])
+def test_buffers_of_as_many_rows_as_the_data_tell(reduce):
+    """On torch 2.11 a copy between two of them asks for their number of rows."""
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(3))
+
+    def combine(x, scores):
+        weights, ids = scores.softmax(-1).topk(2)
+        order = ids.flatten().argsort()
+        groups = x[order // 2].split(ids.flatten().bincount(minlength=3).tolist())
+        rows = torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True)])
+        out = torch.empty_like(rows)
+        out[order] = rows * weights.flatten()[order, None]
+        return reduce(out.view(-1, 2, 4), 1)
+
+    x, scores = torch.randn(5, 4), torch.randn(5, 3)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(torch.compile(combine, backend=backend)(x, scores), combine(x, scores))
+    assert len(kept(records, moeblaze_compile.GraphRecord)[0].report.rewritten) == (reduce is torch.sum)
