@@ -258,6 +258,8 @@ def written_out(algebra: Algebra, e: Expr) -> list[Expr]:
         return [algebra.substitute(body, {var: algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
     if e.kind == "sum":
         var, body = algebra.open(e)
+        if isinstance(var.args[1], int) and keys_counted(algebra, var, body):  # counts[:e].sum()
+            return [algebra.substitute(body, {var: algebra.const(i)}) for i in range(var.args[1])]
         return [algebra.sum(var, part) for part in written_out(algebra, body)]
     return [] if e is algebra.zero else [e]
 

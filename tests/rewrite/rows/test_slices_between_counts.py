@@ -77,7 +77,15 @@ def axis_behind_the_slice(self, x, ids, token, scale):
     return out
 
 
-LAYERS = (bounds_of_a_list, bounds_on_the_device, running_start, routing_map, axis_behind_the_slice)
+def sums_of_first_counts(self, x, ids, token, scale):
+    return _added(self, x, token, scale, _summed(_counts(ids)))
+
+
+def _summed(counts):
+    return [(int(counts[:e].sum()), int(counts[: e + 1].sum())) for e in range(E)]
+
+
+LAYERS = (bounds_of_a_list, bounds_on_the_device, running_start, routing_map, axis_behind_the_slice, sums_of_first_counts)
 
 
 def _twin(change):
@@ -106,6 +114,9 @@ TWINS = {
     "start_is_reset": lambda counts, ids: [(0, int(counts[e])) for e in range(E)],
     "ranges_overlap": lambda counts, ids: [(start, start + int(counts[e]) + 1) for e, (start, _) in enumerate(_bounds(counts))],
     "in_another_order": lambda counts, ids: _bounds(counts)[::-1],
+    "sums_of_other_ids": lambda counts, ids: _summed(_counts(ids // 2 * 2)),
+    "sums_of_the_next_counts": lambda counts, ids: _summed(counts.roll(1)),
+    "sums_behind_the_first": lambda counts, ids: [(int(counts[1 : e + 1].sum()), int(counts[: e + 1].sum())) for e in range(E)],
     "signed": lambda counts, ids: _bounds(counts - 2 * (torch.arange(E) == 1) * counts),
 }
 
@@ -164,3 +175,15 @@ def test_other_rows(name):
         assert len(became) <= 1  # experts numbered in another way are a layer
     else:
         assert not became
+
+
+def test_counts_of_a_symbolic_number():
+    """How many ids are equal to any of T numbers is no sum of so many counts as the graph knows."""
+
+    def combine(self, x, ids, token, scale):
+        below = (ids.view(-1, 1) == torch.arange(x.shape[0])).sum(0).sum()
+        ends = [*_counts(ids).cumsum(0)[:-1].tolist(), int(below)]
+        return _added(self, x, token, scale, zip([0, *ends[:-1]], ends, strict=True))
+
+    with tracing(Branches()):
+        check_against_eager(Layer(combine), torch.randn(T, D), dynamic=True)
