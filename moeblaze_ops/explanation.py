@@ -151,8 +151,8 @@ _UNSAID = ("", "__self__", "__dict__", "func", "_modules", "_orig_mod", "_checkp
 def module_name(path: str) -> str:
     """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``.
 
-    Where weights are given to ``torch.func.functional_call``, ``getattr(L['self'].layers, '0')`` is ``layers.0``. What lay on the
-    stack where a graph broke, ``L['___stack0'].mlp``, has the name that it has without.
+    So is ``L['___stack0'].mlp``. Where weights are given to ``torch.func.functional_call``, ``getattr(L['self'].layers, '0')`` is
+    ``layers.0``.
     """
     while (named := re.sub(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)) != path:
         path = named

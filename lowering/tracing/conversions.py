@@ -12,7 +12,6 @@ from torch import fx
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import CallFunctionNoArgsSource
 from torch._dynamo.variables import ConstantVariable, TensorVariable
-from torch._dynamo.variables.base import VariableTracker
 
 from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.obligations.check import all_nodes
@@ -24,7 +23,7 @@ def is_itself(x: TensorVariable, name: str, found: Any) -> bool:
     return name in ("to", "float", "double", "half", "bfloat16") and fake_value(found) is fake_value(x)
 
 
-def overwrites(called: Any) -> VariableTracker | None:
+def overwrites(called: Any) -> ConstantVariable | None:
     """Whether conversions give modules new parameters, on the condition that it stays so."""
     if called.value is not torch.__future__.get_overwrite_module_params_on_conversion:
         return None
