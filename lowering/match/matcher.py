@@ -251,9 +251,6 @@ class Matcher:
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
-            if are_stored_over(experts):
-                detail = "the output of a token's last expert takes the place of the others': add them, out[mask] += y"
-                return replace(decline, reason=Reason.DISTINCT_EXPERTS, detail=detail)
             if declined.reason is Reason.NOT_TWO_PROJECTIONS and has_one_projection(experts, feature):
                 return replace(decline, detail=ONE_PROJECTION)
             if declined.reason is Reason.DIFFERENT_INPUTS and has_more_projections(experts, feature):
@@ -264,7 +261,10 @@ class Matcher:
                 return replace(decline, detail=f"{named} choose an expert together; take its ids and weights from one topk")
             if declined.reason in (Reason.NOT_TWO_PROJECTIONS, Reason.ACTIVATION, Reason.PROJECTION_WEIGHTS):
                 decline = replace(decline, detail=shared_projection(experts, feature) or decline.detail)
-        if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
+            if over := declined.reason is not Reason.OTHER_TERMS and are_stored_over(experts):
+                detail = "the output of a token's last expert takes the place of the others': add them, out[mask] += y"
+                decline = replace(decline, reason=Reason.DISTINCT_EXPERTS, detail=detail)
+        if not over and decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
             return decline
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)
         if isinstance(again, Decline) and decline.reason is Reason.OTHER_TERMS:
