@@ -151,11 +151,12 @@ _UNSAID = ("", "__self__", "__dict__", "func", "_modules", "_orig_mod", "_checkp
 def module_name(path: str) -> str:
     """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``.
 
-    Where weights are given to ``torch.func.functional_call``, ``getattr(L['self'].layers, '0')`` is ``layers.0``.
+    So is ``L['___stack0'].mlp``. Where weights are given to ``torch.func.functional_call``, ``getattr(L['self'].layers, '0')`` is
+    ``layers.0``.
     """
     while (named := re.sub(r"getattr\(([^()]*), '(\w+)'\)", r"\1.\2", path)) != path:
         path = named
-    path = re.sub(r"^L\['(self|fn)'\]", "", path)
+    path = re.sub(r"^L\['(self|fn|___stack\d+)'\]", "", path)
     path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return ".".join(part for part in path.split(".") if part not in _UNSAID)

@@ -239,6 +239,10 @@ def _pad(view: GraphView, x: Any, pad: Any, mode: str = "constant", value: Any =
     require(mode == "constant" and all(isinstance(n, int) and n >= 0 for n in pad), "so many of one number")
     for i, sizes in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         shape, d = tensor(x).shape, len(x.shape) - 1 - i
+        if x.op == "prefix" and x.args[1] == d and not value and not sizes[1]:  # the running sum of what stands behind zeros
+            padded = _pad(view, x.args[0], (*[0, 0] * i, *sizes))
+            x = view.make("prefix", padded, d, shape=padded.shape, dtype=x.dtype)
+            continue
         before, behind = (filled(view, value or 0, (*shape[:d], n, *shape[d + 1 :]), x.dtype) for n in sizes)
         parts = tuple(part for part in (before, x, behind) if part is x or part.shape[d])
         if len(parts) > 1:

@@ -72,6 +72,9 @@ def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
     if expert.x.kind == "leaf" and any(at in rows for at in expert.x.args[1]) and _keeps_shape(expert.x.args[0].node):
         computed = f"{made_by(expert.x, expert.feature_in)} of the rows that it selects"
         raise Declined(Reason.DIFFERENT_INPUTS, f"an expert reads {computed}; compute it of all tokens first")
+    for leaf in (leaf for f in expert.routing for leaf in subexpressions(f, lambda e: e.kind == "leaf")):
+        what = "is computed of the rows that an expert selects, and weights or selects them; compute it of all tokens first"
+        prove(not any(at in rows for at in leaf.args[1]), Reason.ROUTING, f"'{leaf.args[0].node.name}' {what}")
 
 
 def _keeps_shape(node: fx.Node) -> bool:

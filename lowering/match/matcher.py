@@ -35,6 +35,7 @@ from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
     MORE_PROJECTIONS,
     ONE_PROJECTION,
+    are_stored_over,
     describe_last,
     has_more_projections,
     has_one_projection,
@@ -254,9 +255,16 @@ class Matcher:
                 return replace(decline, detail=ONE_PROJECTION)
             if declined.reason is Reason.DIFFERENT_INPUTS and has_more_projections(experts, feature):
                 return replace(decline, reason=Reason.NOT_TWO_PROJECTIONS, detail=MORE_PROJECTIONS)
+            if declined.reason is Reason.STATEMENT and all(len(own.how) > 1 for own in chosen):
+                numbers = frozenset.intersection(*(own.numbers for own in chosen))
+                named = " and ".join(sorted(f"'{value.node.name}'" for value in numbers))
+                return replace(decline, detail=f"{named} choose an expert together; take its ids and weights from one topk")
             if declined.reason in (Reason.NOT_TWO_PROJECTIONS, Reason.ACTIVATION, Reason.PROJECTION_WEIGHTS):
                 decline = replace(decline, detail=shared_projection(experts, feature) or decline.detail)
-        if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
+            if over := declined.reason is not Reason.OTHER_TERMS and are_stored_over(experts):
+                detail = "the output of a token's last expert takes the place of the others': add them, out[mask] += y"
+                decline = replace(decline, reason=Reason.DISTINCT_EXPERTS, detail=detail)
+        if not (over or decline.reason in _OF_TERMS) or not (onto_base or all(is_routed(term, feature) for term in others)):
             return decline
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)
         if isinstance(again, Decline) and decline.reason is Reason.OTHER_TERMS:
@@ -316,10 +324,14 @@ class Matcher:
         return found
 
     def _dropped_together(self, terms: Iterable[Expr], tokens: tuple[Expr, ...]) -> Value | None:
-        """The dropout of rows that several experts made, as in a term: ``F.dropout(torch.cat(outputs), p)[order]``."""
-        dropped = (e for term in terms for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].op == "dropout"))
-        joined = (e.args[0] for e in dropped if len(e.args[1]) == 2 and e.args[1][:1] != tokens)
-        return next((value for value in joined if self._experts_of(value.args[0])), None)
+        """The dropout of rows that several experts made, as in a term: ``F.dropout(torch.cat(outputs))[order]``, or of places."""
+        for term in terms:
+            for leaf in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].op == "dropout"):
+                of_places = len(leaf.args[1]) == 3 and leaf.free.isdisjoint(tokens) and holds_comparison(term)
+                of_rows = len(leaf.args[1]) == 2 and leaf.args[1][:1] != tokens
+                if of_places or (of_rows and self._experts_of(leaf.args[0].args[0])):
+                    return leaf.args[0]
+        return None
 
     def _may_combine(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method") or STORED in node.meta:
@@ -373,7 +385,7 @@ class Matcher:
         return known
 
 
-_DROPPED_TOGETHER = "dropout of rows of several experts that are joined already; drop those of each expert before"
+_DROPPED_TOGETHER = "dropout of rows of several experts that are joined already; drop each one's before, or the layer's output"
 
 
 def _picks_one(value: Value) -> bool:

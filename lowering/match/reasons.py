@@ -22,7 +22,7 @@ class Reason(Enum):
     DIFFERENT_ACTIVATIONS = "experts do not share one activation"
     EXPERT_COVERAGE = "experts are not each used exactly once"
     WEIGHT_LAYOUT = "expert weights are not a view of [E, G, F, D]"
-    DISTINCT_EXPERTS = "a token may name one expert twice, and its output or score is stored instead of added"
+    DISTINCT_EXPERTS = "an output or a score is stored instead of added, and a token may have several"
     DTYPE_PATH = "dtypes along the way are not those of the fused operators"
     OPERAND_CHANGED = "an operand is written between its use and the end of the layer, or before the backward that needs it"
     BUFFER_ALIASED = "a written buffer is visible elsewhere"

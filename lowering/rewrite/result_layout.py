@@ -24,7 +24,7 @@ def has_strides_of(node: fx.Node, written: fx.Node) -> bool:
     return all(same_size(size_of(size), 1) or same_size(size_of(a), size_of(b)) for size, a, b in axes)
 
 
-def is_whole(fake: torch.Tensor) -> bool:
+def no_holes(fake: torch.Tensor) -> bool:
     """True if a tensor has all of its memory, as far as its strides tell."""
     return same_size(size_of(fake.storage_offset()), 0) and dense_order(fake) is not None
 

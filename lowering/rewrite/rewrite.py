@@ -36,7 +36,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.kept_rows import hold_kept
 from moeblaze_ops.lowering.rewrite.parts import has_parts, hold_parts
 from moeblaze_ops.lowering.rewrite.repeated_regions import renamed_by_calls
-from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, is_whole, laid_out
+from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out, no_holes
 from moeblaze_ops.lowering.rewrite.rows_that_stay import hold_what_stays
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
@@ -217,7 +217,7 @@ def _search(edits: Edits) -> tuple[GraphView, dict, tuple]:
     mark = edits.mark()
     found = view, _, (results, _) = _looked_through(edits)
     ends = [(result, end) for result in results for end in (result.root, *result.root.users) if end in view.writes]
-    targets = [view.writes[end] for result, end in ends if isinstance(result, Decline) or not is_whole(fake_of(view.writes[end]))]
+    targets = [view.writes[end] for result, end in ends if isinstance(result, Decline) or not no_holes(fake_of(view.writes[end]))]
     filled = {storage_of(target): None for target in targets if storage_of(target) is not None and has_parts(view, target)}
     buffers: dict[int | None, None] = {}
     while filled != buffers:

@@ -3,6 +3,7 @@
     counts.tolist(), np.cumsum(counts), torch.cat(parts)        `host_numbers`
     sorted(hits), e in hits, x[token.tolist()]                  `hit_loops`
     torch.zeros(T, D, requires_grad=True)                       `leaves`
+    p.to(p.dtype)                                               `conversions`
 """
 
 import operator
@@ -22,7 +23,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from moeblaze_ops.lowering.tracing import hit_loops, host_numbers, leaves
+from moeblaze_ops.lowering.tracing import conversions, hit_loops, host_numbers, leaves
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 from moeblaze_ops.lowering.tracing.same_state import realized
 
@@ -42,6 +43,8 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
     if found is None and name in ("__getitem__", "__setitem__"):
         args = [as_key(args[0]), *args[1:]]
     found = original(x, tx, name, args, kwargs) if found is None else found
+    if conversions.is_itself(x, name, found):
+        return x
     if name == "register_hook" and not _is_in_order(tx.output.graph):
         raise Declined("a hook on a tensor of which only the data tell the size: torch 2.11 puts it before what tells that")
     return found
@@ -79,6 +82,7 @@ def call(branches: Any, original: Callable, tx: Any, fn: Any, args: list, kwargs
         elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
             found = branches.instead(host_numbers.handled, tx, called.value, given, named)
             found = branches.instead(leaves.handled, tx, called.value, given, named) if found is None else found
+            found = branches.instead(conversions.overwrites, called) if found is None else found
     return original(tx, fn, args, kwargs) if found is None else tx.push(found)
 
 

@@ -189,7 +189,9 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     from moeblaze_ops.lowering.obligations import branches, check
     from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
+    from moeblaze_ops.lowering.tracing.conversions import drop_writes_of_itself
 
+    drop_writes_of_itself(gm)
     traced = attempt.branches
     work: set[fx.Node] = set()
     graded: list[fx.Node] = []

@@ -59,7 +59,6 @@ def test_training(name):
     assert name != "longcat_flash" or all(layer.became.endswith(" -> 3 identity experts") for layer in found)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo does not trace how the router casts its parameters")
 @pytest.mark.parametrize("room", [64, 2])
 def test_switch_transformers(room):
     """Its layer of experts, some of which have no room for all of their tokens."""

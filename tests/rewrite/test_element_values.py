@@ -45,6 +45,9 @@ ids.int() * 2**30 * 4    ids * 2**62 * 4    ids.to(torch.int8) * 100    (ids + 1
 F.pad(m.double(), (0, 0, 1, 0)).cumsum(0)    F.pad(m.double(), (0, 0, 1, 0)).cumsum(0)[:-1]
 F.pad(m.flatten().repeat(40).bfloat16(), (1, 0)).cumsum(0)[:-1].long()
 F.pad(m.long(), (0, 0, 2, 0)).cumsum(0)    F.pad(m.long(), (0, 0, 1, 0), value=1).cumsum(0)    F.pad(m.double(), (1, 1)).cumsum(1)
+F.pad(m.cumsum(0), (0, 0, 1, 0))    F.pad(m.cumsum(0), (0, 0, 2, 1))    F.pad(m.cumsum(0), (0, 0, 1, 0), value=1)
+F.pad(m.double().cumsum(1), (1, 0))    F.pad(m.cumsum(1), (0, 0, 1, 0))    F.pad(m.cumsum(0), (1, 0, 1, 0))
+F.pad(x.cumsum(0), (0, 0, 1, 0))
 F.pad(x, (1, 0)).cumsum(1)[:, :-1]    F.pad(m[:1].long(), (0, 0, 1, 0)).cumsum(0)
 F.pad(m.long(), (1, 0)).cumsum(0)    F.pad(m.long(), (1, 0))[:, :-1].cumsum(1)
 (m.double().cumsum(0) - m.double()).long()    m.double().cumsum(0) * 2 - 1 + m2    1 - m.double().cumsum(0) / 2

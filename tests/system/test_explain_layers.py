@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
-from moeblaze_ops.explanation import folded
+from moeblaze_ops.explanation import folded, module_name
 from moeblaze_ops.plain_words import first_line, in_plain_words
 from tests.corpus.zoo.blocks import Blocks, Branching, Dense, Guarded
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
@@ -321,3 +321,34 @@ def test_region_that_is_compiled_once(make):
         got = torch.compile(lambda x: region(layer, x.sin()), backend=backend)(x)
     assert len(rewritten_in(records)) == 1
     torch.testing.assert_close(got, layer(x.sin()))
+
+
+class Disabled(nn.Module):
+    """A router that Dynamo may not look into: the experts lie on the stack when its graph breaks."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Squared()
+
+    @torch.compiler.disable
+    def choose(self, x):
+        return self.router(x).softmax(-1).topk(2, -1)
+
+    def forward(self, x):
+        return x + self.experts(x, *self.choose(x))
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12)), nn.Parameter(torch.randn(4, 12, 8))
+
+    def forward(self, x, weights, ids):
+        experts = (F.rms_norm(F.silu(x @ up), (12,)) @ down for up, down in zip(self.up, self.down, strict=True))
+        return sum(y * (weights * (ids == e)).sum(-1, keepdim=True) for e, y in enumerate(experts))
+
+
+def test_what_lay_on_the_stack_is_named_by_its_parameters():
+    (layer,) = moeblaze_ops.explain(nn.Sequential(Disabled()), torch.randn(10, 8)).candidates
+    assert layer.where.startswith("0.experts (") and "NOT_TWO_PROJECTIONS" in layer.reason
+    assert module_name("L['___stack0']") == "" and module_name("L['___stack12'].mlp") == "mlp"

@@ -125,6 +125,8 @@ def _unaligned(found: Indices, what: str) -> tuple[Reason, str]:
         return Reason.SAME_PERMUTATION, f"{what} are still permuted"
     if all(e.kind == "const" for e in found):
         return Reason.SLOT_WEIGHTS, f"the {what} are the number {found[0].args[0]}; multiply the layer's output by it instead"
+    if all(e.kind == "leaf" and e.args[0].op == "put" for e in found):
+        return Reason.SLOT_WEIGHTS, f"{what} are stored at places [E, C] that are not proven to be one's own each"
     return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
 
 

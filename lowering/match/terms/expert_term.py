@@ -154,6 +154,12 @@ def _scales_input(hidden: Expr) -> bool:
     return holds_comparison(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
 
 
+def are_stored_over(terms: Sequence[Expr]) -> bool:
+    """True if each expert's output is there for a token that none of those behind it takes: ``out[mask] = y``, one by one."""
+    taken = [sum(f.kind == "add" and holds_comparison(f) for f in factors_of(term)) for term in terms]
+    return len(terms) > 1 and sorted(taken) == list(range(len(terms)))
+
+
 def holds_comparison(e: Expr) -> bool:
     """True if a part of ``e`` is a comparison, or whether any holds."""
     return next(iter(subexpressions(e, lambda s: s.kind in ("eq", "any"))), None) is not None

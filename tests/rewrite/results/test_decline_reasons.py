@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.corpus.lookalikes import LOOKALIKES
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import assert_replaced, check_against_eager, rewrite_of
 
@@ -357,3 +358,167 @@ def test_a_router_by_itself_is_none():
         return scores[0] * kept[0] + scores[1] * kept[1]
 
     assert not rewrite_of(router, torch.randn(12, 8), torch.randn(8, 4)).candidates
+
+
+def _stored(out, mask, y):
+    out[mask] = y
+
+
+def _added(out, mask, y):
+    out[mask] += y
+
+
+def _into(write):
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        shares = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        for e, expert in enumerate(self.experts):
+            mask = (ids == e).any(-1)
+            write(out, mask, expert(x[mask]) * shares[mask, e, None])
+        return out
+
+    return zoo.ModuleListMoE(combine)
+
+
+def test_outputs_that_are_stored_over_each_other(fp64):
+    """The last expert of a token is the only one: what is written is another layer than what was meant."""
+    (left,) = rewrite_of(_into(_stored), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "DISTINCT_EXPERTS" and "add them, out[mask] += y" in left.detail
+    check_against_eager(_into(_added), torch.randn(10, zoo.D))
+
+
+def test_scores_with_a_number_added_are_not_stored_over():
+    up, down = ([nn.Linear(*sizes, bias=False) for _ in range(2)] for sizes in ((zoo.D, 8), (8, zoo.D)))
+
+    def of_two(x):
+        scores = x[:, :2].softmax(-1)
+        first, second = (scores.argmax(-1, keepdim=True) == e for e in range(2))
+        out = down[0](F.silu(up[0](x))) * scores[:, :1] * first
+        return out + down[1](F.relu(up[1](x))) * (scores[:, 1:] + 1) * second
+
+    (left,) = rewrite_of(of_two, torch.randn(10, zoo.D)).candidates
+    assert left.reason == "SLOT_WEIGHTS"
+
+
+def _best_of(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        first = weights[token, slot].argsort(descending=True)[:3]
+        token, slot = token[first], slot[first]
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def _best_of_all(self, x, weights, ids):
+    out, scores = torch.zeros_like(x), torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+    kept = torch.zeros_like(scores).scatter(0, scores.topk(3, dim=0).indices, 1) > 0
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where((ids == e) & kept[:, e, None])
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def _weighted_by(weigh):
+    def combine(self, x, weights, ids):
+        scores, out = self.router.gate(x).softmax(-1), torch.zeros_like(x)
+        chosen = scores.argmax(-1)
+        for e, expert in enumerate(self.experts):
+            mask = chosen == e
+            out[mask] = expert(x[mask]) * weigh(scores, mask)[:, None]
+        return out
+
+    return combine
+
+
+@pytest.mark.parametrize(
+    "name, combine, of_all",
+    [
+        ("first", _best_of, _best_of_all),
+        ("max_1", _weighted_by(lambda scores, mask: scores[mask].max(-1)[0]), _weighted_by(lambda s, mask: s.max(-1)[0][mask])),
+    ],
+)
+def test_what_is_computed_of_selected_rows_chooses_none(fp64, name, combine, of_all):
+    (left,) = rewrite_of(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "ROUTING"
+    assert f"'{name}' is computed of the rows that an expert selects" in left.detail and "of all tokens first" in left.detail
+    check_against_eager(zoo.ModuleListMoE(of_all), torch.randn(10, zoo.D))
+
+
+def _best_of_chosen(best):
+    def combine(self, x, weights, ids):
+        scores = torch.full((len(x), len(self.experts)), float("-inf"), dtype=x.dtype).scatter(1, ids, weights).softmax(-1)
+        top, shares = best(scores)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            (token,) = torch.where(top == e)
+            out.index_add_(0, token, expert(x[token]) * shares[token, e, None])
+        return out
+
+    return zoo.ModuleListMoE(combine)
+
+
+def _by_one_topk(scores):
+    share, top = scores.topk(1, -1)
+    return top[:, 0], share.expand(-1, scores.shape[1])
+
+
+def test_experts_that_two_choices_choose(fp64):
+    (left,) = rewrite_of(_best_of_chosen(lambda scores: (scores.argmax(-1), scores)), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "STATEMENT" and "choose an expert together; take its ids and weights from one topk" in left.detail
+    check_against_eager(_best_of_chosen(_by_one_topk), torch.randn(10, zoo.D))
+    function, reason, *_ = LOOKALIKES["inputs_scaled_by_the_sum_of_repeated_ids"]
+    (left,) = rewrite_of(zoo.ModuleListMoE(function), torch.randn(10, zoo.D)).candidates
+    assert left.reason == reason == "STATEMENT" and not left.detail
+
+
+def _in_places(drop, behind=lambda out: out):
+    def combine(self, x, weights, ids):
+        hot = F.one_hot(ids, self.E)
+        place = (hot.flatten(0, 1).cumsum(0).view_as(hot) * hot).sum(-1) - 1
+        sent = torch.einsum("tke,tkc->tkec", hot.to(x.dtype), F.one_hot(place, ids.numel()).to(x.dtype))
+        rows = torch.einsum("tkec,td->ecd", sent, x)
+        y = drop((F.silu(rows @ self.w1) * (rows @ self.w3)) @ self.w2)
+        return behind(torch.einsum("tkec,tk,ecd->td", sent, weights, y))
+
+    return zoo.StackedMoE(combine, "split")
+
+
+def test_dropout_of_places_is_told_so():
+    (left,) = rewrite_of(_in_places(F.dropout), torch.randn(10, zoo.D)).candidates
+    assert left.reason == "NOT_TWO_PROJECTIONS" and "or the layer's output" in left.detail
+    behind = rewrite_of(_in_places(lambda y: y, behind=F.dropout), torch.randn(10, zoo.D))
+    assert len(behind.rewritten) == 1 and not behind.reasons
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    {
+        "that all tokens share": lambda x, chosen: F.dropout(x).sum((0, 1)),
+        "of tokens": lambda x, chosen: F.dropout(x) * chosen,
+        "of one token": lambda x, chosen: F.dropout(x[0, 0]) * chosen,
+    }.values(),
+)
+def test_dropout_of_no_experts_is_none(dropped):
+    def added(x):
+        return x + dropped(x, (x.argmax(-1, keepdim=True) == 1))
+
+    assert not rewrite_of(added, torch.randn(2, 5, zoo.D)).candidates
+
+
+def _stored_in(places):
+    def combine(self, x, weights, ids):
+        token, own = torch.arange(len(x)).repeat_interleave(ids.shape[1]), ids.flatten()
+        rows = torch.zeros(self.E, len(own), zoo.D, dtype=x.dtype)
+        place = places(F.one_hot(own, self.E))
+        rows[own, place] = x[token]
+        y = ((F.silu(rows @ self.w1) * (rows @ self.w3)) @ self.w2)[own, place]
+        return torch.zeros_like(x).index_add_(0, token, y * weights.reshape(-1, 1))
+
+    return zoo.StackedMoE(combine, "split")
+
+
+def test_places_that_several_tokens_may_have(fp64):
+    left, *_ = rewrite_of(_stored_in(lambda hot: hot.cumsum(0).amax(1) // 2), torch.randn(10, zoo.D)).candidates
+    assert "stored at places [E, C] that are not proven to be one's own each" in left.detail
+    check_against_eager(_stored_in(lambda hot: (hot.cumsum(0) * hot).sum(1) - 1), torch.randn(10, zoo.D))

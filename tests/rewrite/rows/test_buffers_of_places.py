@@ -228,7 +228,7 @@ def _selected(self, x, probabilities, experts=None, count=_count, written=0, rea
     kept, into = count < self.places, count < self.places - written
     buffer = x.new_zeros(zoo.E, self.places, zoo.D)
     buffer[ids[into], count[into]] = x[tokens[into]]
-    y = (experts or self.of_places)(buffer)
+    y = (self.of_places if experts is None else experts)(buffer)
     y = y[ids[kept], count[kept]] if read is None else read(y, ids[kept], count[kept])
     return torch.zeros_like(x).index_add(0, tokens[kept], y * weights.reshape(-1)[kept].unsqueeze(1))
 

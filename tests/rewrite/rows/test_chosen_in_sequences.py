@@ -40,7 +40,7 @@ def one_hot(self, x, scores, read=lambda x: x, experts=None):
     """EC-DiT's."""
     shares, token = _chosen(scores.transpose(1, 2), dim=-1)
     dispatch = F.one_hot(token, x.shape[1]).to(x.dtype)
-    y = (experts or self.of_places)(torch.einsum("becs,bsd->becd", dispatch, read(x)))
+    y = (self.of_places if experts is None else experts)(torch.einsum("becs,bsd->becd", dispatch, read(x)))
     return torch.einsum("becs,bec,becd->bsd", dispatch, shares, y)
 
 

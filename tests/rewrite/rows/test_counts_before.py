@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.tools.rewrite_harness import check_against_eager, rewriting_backend, rewritten_in
+from moeblaze_ops.lowering.match.matcher import view_of
+from tests.tools.rewrite_harness import check_against_eager, compiled, rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -34,6 +35,7 @@ BEHIND, FIRST = "behind = kept.sum(-2, keepdim=True)", "place < C"
 
 BEFORE = {
     "padded": PADDED,
+    "padded behind": "F.pad(mask.cumsum(-2), (0, 0, 1, 0))[..., :-1, :]",
     "behind a row": "torch.cat([torch.zeros_like(mask[..., :1, :]), mask], -2).cumsum(-2)[..., :-1, :]",
     "less itself": "mask.cumsum(-2) - mask",
     "less one": "mask.cumsum(-2) - 1",
@@ -44,6 +46,10 @@ BEFORE_TWINS = {
     "of experts": "F.pad(mask, (1, 0)).cumsum(-1)[..., :-1]",
     "behind two": "F.pad(mask, (0, 0, 2, 0)).cumsum(-2)[..., :-2, :]",
     "behind a token": "F.pad(mask, (0, 0, 1, 0), value=1.0).cumsum(-2)[..., :-1, :]",
+    "sums of experts": "F.pad(mask.cumsum(-1), (0, 0, 1, 0))[..., :-1, :]",
+    "sums behind two": "F.pad(mask.cumsum(-2), (0, 0, 2, 0))[..., :-2, :]",
+    "sums behind one": "F.pad(mask.cumsum(-2), (0, 0, 1, 0), value=1.0)[..., :-1, :]",
+    "sums before none": "F.pad(mask.cumsum(-2), (0, 0, 0, 1))[..., 1:, :]",
     "halves": "(mask.cumsum(-2) - mask) / 2",
     "of sequences": "mask.cumsum(0) - mask",
     "of the first": "(mask[:1].cumsum(-2) - mask[:1]).expand_as(mask)",
@@ -179,3 +185,14 @@ CUT_TWINS = ("[..., :C]", "[..., 1 : C + 1]"), ("[..., :C]", "[..., :C].flip(-1)
 @pytest.mark.parametrize("change", CUT_TWINS)
 def test_one_hots_that_are_cut_elsewhere(change):
     assert _cut(Layer((), 4, hits=CUT.replace(*change))) == 0
+
+
+@pytest.mark.parametrize(("pad", "is_sum"), [((0, 0, 1, 0), True), ((0, 0, 0, 1), False), ((0, 0, 1, 1), False)])
+def test_a_sum_before_zeros_is_no_sum(pad, is_sum):
+    found = []
+
+    def look(gm):
+        found.extend(view_of(gm.graph).result(node) for node in gm.graph.nodes if node.name.startswith("pad"))
+
+    compiled(lambda mask: F.pad(mask.cumsum(0), pad), run=False, before=look)[0](torch.ones(4, 2))
+    assert [value.op == "prefix" for value in found] == [is_sum]
