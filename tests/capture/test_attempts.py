@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +26,16 @@ from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 def rows_of_data(x):
     return x[torch.where(x[:, 0] > 0)[0]].sum(0)
+
+
+@pytest.mark.parametrize("function, is_told", [(lambda x: x.sin(), False), (rows_of_data, True)], ids=["any_size", "of_data"])
+def test_nothing_is_kept_for_sizes_that_only_the_data_tell(function, is_told):
+    torch._dynamo.reset()
+    with rewriting_backend() as backend:
+        torch.compile(torch.cos, backend=backend)(torch.randn(3, 2))  # two functions are traced before the first attempt
+        FakeTensorMode.cache_clear()
+        torch.compile(function, backend=backend, dynamic=True)(torch.randn(3, 2))
+    assert bool(FakeTensorMode.cache_bypasses["a size that only the data tell"]) is is_told
 
 
 def in_two_functions(x):
