@@ -28,6 +28,7 @@ LOST = {
     "keys": "compiled code is not kept in caches, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",
     "launches": "a rank that sends no token to any expert may raise",
     "order": "ranks with different numbers of tokens may wait for each other",
+    "kept": "layers that select tokens by where(mask) take longer to compile",
     "repeats": "where compiled code repeats activations in backward, a router with noise may choose other experts there, and "
     "ranks with different numbers of tokens may wait for each other",
 }
@@ -90,6 +91,11 @@ PATCHES = {
         "in attempts, `rows[:C]` are as many as the smaller of two numbers, which torch 2.11 does not know where data tell one",
         "size, index",
         "cuts",
+    ),
+    "torch._subclasses.fake_tensor._CacheKeyState.convert_sym_int": Patch(
+        "attempts keep no results for sizes that only the data tell, of which each expert has its own: torch makes them twice",
+        "self, result, arg",
+        "kept",
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.variables.base.VariableTracker.__init__": Patch(

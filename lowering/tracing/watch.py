@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.patches import Replacement
@@ -77,7 +79,14 @@ def install() -> None:
             "TensorVariable.call_method": _instead(calls.method_of_tensor),
         },
     )
+    patches.install("kept", {"_CacheKeyState.convert_sym_int": _before(lambda *given: _keep_nothing(given[-1]))})
     patches.install("cuts", {"fake_impls._compute_slice_index": _instead(lambda _, bound, *given: _cut(bound(*given), *given))})
+
+
+def _keep_nothing(size: torch.SymInt) -> None:
+    """Let torch compute what an operator gives for a size that only the data tell, and neither look for it nor keep it."""
+    if free_unbacked_symbols(size):
+        raise fake_tensor._BypassDispatchCache("a size that only the data tell")
 
 
 def _cut(bound: Any, size: Any, index: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +26,16 @@ from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 def rows_of_data(x):
     return x[torch.where(x[:, 0] > 0)[0]].sum(0)
+
+
+@pytest.mark.parametrize("function, is_told", [(lambda x: x.sin(), False), (rows_of_data, True)], ids=["any_size", "of_data"])
+def test_nothing_is_kept_for_sizes_that_only_the_data_tell(function, is_told):
+    torch._dynamo.reset()
+    with rewriting_backend() as backend:
+        torch.compile(torch.cos, backend=backend)(torch.randn(3, 2))  # two functions are traced before the first attempt
+        FakeTensorMode.cache_clear()
+        torch.compile(function, backend=backend, dynamic=True)(torch.randn(3, 2))
+    assert bool(FakeTensorMode.cache_bypasses["a size that only the data tell"]) is is_told
 
 
 def in_two_functions(x):
@@ -599,14 +610,14 @@ def test_enable_looks_once_more_at_what_was_left_to_eager_mode():
     counters.clear()
     layer, x = Layer(), torch.randn(8, 16)
     torch.compile(layer, backend="eager")(x)
-    with moeblaze_ops.enabled():
+    with moeblaze_ops.enabled(), torch._inductor.config.patch(fallback_by_default=True):
         torch.compile(layer)(x)
         assert counters["moeblaze"]["rewritten"] == 1
     torch.compile(in_a_loop, backend="eager")(x)
     looked = []
     for _ in range(3):  # a context for each step, as in a loop of training
         before = counters["frames"]["total"]
-        with moeblaze_ops.enabled():
+        with moeblaze_ops.enabled(), torch._inductor.config.patch(fallback_by_default=True):
             torch.compile(in_a_loop)(x)
         looked.append(counters["frames"]["total"] - before)
     assert looked[0] > 0 and looked[1:] == [0, 0]

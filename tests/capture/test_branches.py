@@ -16,9 +16,10 @@ from torch import nn
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
+from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
-D, F, E, K, T = 8, 16, 4, 2, 6
+D, E, K, T = zoo.D, zoo.E, zoo.K, 6
 
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -30,7 +31,7 @@ class Layer(nn.Module):
     def __init__(self, combine):
         super().__init__()
         self.gate = nn.Linear(D, E)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, F), nn.ReLU(), nn.Linear(F, D)) for _ in range(E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(E))
         self.register_buffer("penalty", torch.zeros(E))
         self.combine, self.state = combine, SimpleNamespace(seen=[], calls=0, table={})
 

@@ -112,7 +112,7 @@ def test_no_guess_is_wrong(name, monkeypatch):
     monkeypatch.setattr(ControlFlow, function, guess)
     for program in (*PROGRAMS[list(GUESSES).index(name) :: len(GUESSES)], *(zeros.NEAR_MISSES if name == "always_idle" else ())):
         torch._dynamo.reset()
-        torch.manual_seed(0)
+        torch.manual_seed(15)  # with which each program has some expert with tokens in each step
         layer = make_layer(program)
         with rewriting_backend() as backend:
             check(layer, torch.compile(layer, backend=backend))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
 from tests.capture.test_capture import make_layer
+from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("scratch", "fp64")
@@ -214,7 +215,7 @@ class Beside(nn.Module):
     def __init__(self, layer, add, start=lambda scale: torch.zeros_like(scale[0])):
         super().__init__()
         self.layer, self.router, self.add, self.start = layer, layer.router, add, start
-        self.scale = nn.Parameter(torch.ones(4, layer.experts[0].w1.in_features))
+        self.scale = nn.Parameter(torch.ones(4, zoo.D))
 
     def forward(self, x):
         weights, ids = self.router(x)

@@ -29,12 +29,12 @@ def toy_ops():
 
 @pytest.fixture(autouse=True)
 def scratch(monkeypatch):
-    """The toy rewrite, no caches on disk, nothing compiled before, and the switch off afterwards."""
+    """The toy rewrite, no caches on disk, no C++, nothing compiled before, and the switch off afterwards."""
     toy_rewrite.install(monkeypatch)
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
-    with graphs_compiled_anew():
+    with graphs_compiled_anew(), inductor_config.patch(fallback_by_default=True):
         yield
     moeblaze_compile.disable()
     torch._dynamo.reset()

@@ -3,9 +3,12 @@
 import contextlib
 import gc
 from collections.abc import Iterator
+from traceback import StackSummary
 
 import torch._dynamo.config
+import torch._dynamo.exc
 import torch._dynamo.guards
+import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.config
 from torch._subclasses import fake_tensor
@@ -26,6 +29,9 @@ def compile_quickly() -> None:
     fake_tensor._CacheKeyState = _StateOfNumbers
     # Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+    # So are the metrics of every frame, with all settings of torch, and who called the compiler where a graph breaks: pytest.
+    torch._dynamo.utils.record_compilation_metrics = lambda *args: None
+    torch._dynamo.exc._extract_stack_with_positions = StackSummary
     # Graphs are small here, and there are thousands: no garbage is collected after each of them.
     torch._dynamo.config.run_gc_after_compile = False
 

@@ -59,7 +59,7 @@ from tests.corpus.zoo.masked import (
     masked_stack_einsum,
     masked_sum,
 )
-from tests.corpus.zoo.modules import FF, D, E, GluMLP, K, ModuleListMoE, PlainMLP, Router, StackedMoE
+from tests.corpus.zoo.modules import FF, BareMLP, D, E, GluMLP, K, ModuleListMoE, PlainMLP, Router, StackedMoE
 from tests.corpus.zoo.nonzero import nonzero_joined, nonzero_loop, nonzero_mask, nonzero_stored, nonzero_where
 from tests.corpus.zoo.sorted import (
     grouped_mm_fallback,
@@ -73,7 +73,7 @@ from tests.corpus.zoo.sorted import (
     sorted_transformers_bias,
 )
 
-__all__ = ["FF", "D", "E", "GluMLP", "K", "ModuleListMoE", "PlainMLP", "Router", "StackedMoE", "grouped_mm_fallback"]
+__all__ = ["FF", "BareMLP", "D", "E", "GluMLP", "K", "ModuleListMoE", "PlainMLP", "Router", "StackedMoE", "grouped_mm_fallback"]
 
 MASKED = (
     masked_sum,

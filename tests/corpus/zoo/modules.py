@@ -52,6 +52,17 @@ class PlainMLP(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
+class BareMLP(nn.Module):
+    """Two weights and one function: what is traced soonest, for loops to which it is one what experts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = _parameter(FF, D), _parameter(D, FF)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, self.up)), self.down)
+
+
 class ModuleListMoE(nn.Module):
     """Separate experts and one function that runs and combines them."""
 
