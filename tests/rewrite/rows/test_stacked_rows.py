@@ -67,3 +67,35 @@ def test_rows_of_other_tokens_are_equal_or_left_alone(name):
     x, twin = torch.randn(T, D), Layer(*TWINS[name])
     assert not torch.allclose(twin(x), Layer(*ALL["stack"])(x), rtol=1e-3)
     check_against_eager(twin, x)
+
+
+class Places(Layer):
+    """Places [E, C] of experts, whose rows tokens sum by a product over all E C of them."""
+
+    def __init__(self, add):
+        super().__init__(torch.stack, add)
+
+    def forward(self, x):
+        scores, capacity = self.router(x).softmax(dim=-1), 7
+        mask = F.one_hot(scores.argmax(dim=-1), E)
+        place = mask.cumsum(0) - 1
+        mask = mask * (place < capacity)
+        places = F.one_hot((place * mask).sum(1), capacity).to(x.dtype)
+        combine = (scores * mask)[:, :, None] * places[:, None]
+        rows = torch.einsum("tec,td->ecd", combine.bool().to(x.dtype), x)
+        y = self.join([self.down[e](F.silu(self.up[e](rows[e]))) for e in range(E)])
+        return self.rows(combine, y)
+
+
+PRODUCTS = {
+    "mm": (lambda w, y: w.flatten(1).mm(y.flatten(0, 1)), True),
+    "matmul": (lambda w, y: torch.matmul(w.view(len(w), -1), y.view(-1, D)), True),
+    "of_other_experts": (lambda w, y: w.mT.flatten(1).mm(y.flatten(0, 1)), False),  # place c E + e for e C + c
+    "of_fewer_places": (lambda w, y: w.flatten(1)[:, :-2].mm(y.flatten(0, 1)[:-2]), False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_over_places_of_all_experts(name):
+    add, rewritten = PRODUCTS[name]
+    assert len(check_against_eager(Places(add), torch.randn(T, D)).rewritten) == rewritten
