@@ -109,6 +109,11 @@ class Evaluator(IndexingRules):
             return self.algebra.sum(var, body(var))
         except Unroll as unroll:
             extent = var.args[1] if var.kind == "var" else None
+            if unroll.var.kind == "div" and unroll.var.args[0] is var:  # over E C rows: over C rows, for each of E parts
+                size = unroll.var.args[1]
+                inner = self.algebra.var(var.args[0], size, "r")
+                parts = [lambda i, n=n: body(self.algebra.linear(n * size, [(1, i)])) for n in range(extent // size)]
+                return self.algebra.add(*(self._sum(inner, part) for part in parts))
             if unroll.var is not var or not isinstance(extent, int) or extent > _MAX_UNROLLED:
                 raise
             return self.algebra.add(*(body(self.algebra.const(i)) for i in range(extent)))
@@ -195,6 +200,8 @@ class Evaluator(IndexingRules):
         if at.kind == "const" and self.algebra.fits(at, len(xs)):
             return self.element(xs[at.args[0]], rest, depth)
         if at.kind == "var" and at.args[2] == "r":  # of a sum, and not any token
+            raise Unroll(at)
+        if at.kind == "div" and at.args[0].kind == "var" and at.args[0].args[1:] == (len(xs) * at.args[1], "r"):
             raise Unroll(at)
         extent = self.algebra.extent(at)
         digits = [atom for _, atom in at.args[1]] if at.kind == "linear" else [at]

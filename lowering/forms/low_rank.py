@@ -7,15 +7,18 @@ weight's own is a product with such a sum: ``x W + s (x A) B = x (W + s A B)``.
 
     F.linear(x, w + 2.0 * (b @ a))                          but not  F.linear(x, m * (w + b @ a) / norm)
     F.linear(x, w) + 2.0 * F.linear(F.linear(x, a), b)      but not  F.linear(x, w) + F.linear(F.linear(dropped, a), b)
+    F.linear(x, w)[:, :n] + F.linear(F.linear(x, a), b)     but not  F.silu(F.linear(x, w))[:, :n] + F.linear(F.linear(x, a), b)
+    F.linear(x, w) + torch.cat((F.linear(F.linear(x, a), b), F.linear(F.linear(x, a2), b2)), -1)
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 from moeblaze_ops.lowering.forms.factors import is_given, is_low_rank, is_scale, look_into
 from moeblaze_ops.lowering.forms.sums_of_products import without_casts
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.sizes import same_shape, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -48,19 +51,70 @@ def _is_number(value: Value) -> bool:
 def _joined(view: GraphView, product: Value, addition: Value) -> Joined | None:
     """``x W + s (x A) B`` as the product of x and ``W + s A B``; a bias that was added to the first stays outside."""
     numbers, second = _without_numbers(addition)
-    joined_products = {"contract": _joined_products, "grouped_mm": _joined_groups}.get(second.op)
+    joined_products = {"contract": _joined_products, "grouped_mm": _joined_groups, "cat": _joined_pieces}.get(second.op)
     if joined_products is None:
         return None
-    if (first := without_casts(product)).op == second.op:
+    product, op = _of_parts(view, product), "contract" if second.op == "cat" else second.op
+    if (first := without_casts(product)).op == op:
         return joined_products(view, first, numbers, second)
     if product.op != "pointwise" or product.args[0] != "add" or len(product.args[1]) != 2:
         return None
     for inner, bias in (product.args[1], product.args[1][::-1]):
         first = without_casts(inner)
-        fits = inner.shape == product.shape and first.op == second.op
+        fits = inner.shape == product.shape and first.op == op
         if fits and (joined := joined_products(view, first, numbers, second)) is not None:
-            return view.make("pointwise", "add", (joined[0], bias), ()), [*joined[1], bias]
+            return view.make("pointwise", "add", (joined[0], bias), ()), [*joined[1], _whole(bias)]
     return None
+
+
+def _joined_pieces(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Joined | None:
+    """``x W + cat(x A B, ...)`` as the product of x and ``W + cat(A B, ...)``."""
+    pieces, dim = second.args
+    starts = accumulate((piece.shape[dim] for piece in pieces), initial=0)
+    parts = [_part(view, product, dim, start, 1, piece.shape[dim]) for start, piece in zip(starts, pieces, strict=False)]
+    joined = [found for part, piece in zip(parts, pieces, strict=True) if (found := _joined(view, part, piece)) is not None]
+    if numbers or len(joined) < len(pieces) or any(total.op != "contract" for total, _ in joined):
+        return None
+    xs, labels, out = product.args
+    place = next(i for i, label in enumerate(labels) if out[dim] in label)
+    w, sums = xs[place], tuple(total.args[0][1].args[1] for total, _ in joined)
+    added = view.make("cat", sums, labels[place].index(out[dim]), shape=w.shape, dtype=w.dtype)
+    xs = (*xs[:place], view.make("low_rank", w, added, shape=w.shape, dtype=w.dtype), *xs[place + 1 :])
+    return view.make("contract", xs, labels, out, shape=product.shape, dtype=product.dtype), [x for _, own in joined for x in own]
+
+
+def _part(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
+    return view.make("slice", x, dim, start, step, shape=(*x.shape[:dim], length, *x.shape[dim + 1 :]), dtype=x.dtype)
+
+
+def _of_parts(view: GraphView, part: Value) -> Value:
+    """A part of a product's features as the product with a part of the weight, and a part of a sum as the sum of parts."""
+    if (sliced := without_casts(part)).op != "slice":
+        return part
+    whole, dim, start, step = sliced.args
+    whole = without_casts(whole)
+
+    def cut(x: Value, axis: int) -> Value:
+        return _part(view, x, axis, start, step, sliced.shape[dim])
+
+    match whole.op, whole.args:
+        case "contract", (xs, labels, out):
+            axes = [label.find(out[dim]) for label in labels]
+            xs = tuple(x if axis < 0 else cut(x, axis) for x, axis in zip(xs, axes, strict=True))
+            return view.make("contract", xs, labels, out, shape=part.shape, dtype=whole.dtype)
+        case "grouped_mm", (rows, w, ends) if dim == 1:
+            return view.make("grouped_mm", rows, cut(w, 2), ends, shape=part.shape, dtype=whole.dtype)
+        case "pointwise", ("add", xs, _) if all(x.shape and same_size(x.shape[-1], whole.shape[dim]) for x in xs):
+            xs = tuple(_of_parts(view, cut(x, len(x.shape) - 1)) for x in xs)
+            return view.make("pointwise", "add", xs, (), shape=part.shape, dtype=whole.dtype)
+    return part
+
+
+def _whole(value: Value) -> Value:
+    """What a value is a part of."""
+    while value.op == "slice":
+        value = value.args[0]
+    return value
 
 
 def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Joined | None:
@@ -75,7 +129,7 @@ def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], 
                 labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
                 if labels is not None and _fits(w, lw, (a, b), labels):
                     total = _scaled(view, numbers, w, (a, b), labels, lw)
-                    return _times_sum(view, product, x, lx, lw, total), [x, w, a, b, *numbers]
+                    return _times_sum(view, product, x, lx, lw, total), [x, _whole(w), a, b, *numbers]
     return None
 
 
@@ -118,7 +172,7 @@ def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], se
         return None
     total = _scaled(view, numbers, w, (a, b), ("eir", "ero"), "eio")
     joined = view.make("grouped_mm", rows, total, ends, shape=product.shape, dtype=product.dtype)
-    return joined, [rows, w, a, b, *numbers]
+    return joined, [rows, _whole(w), a, b, *numbers]
 
 
 def _scaled(view: GraphView, numbers: Sequence[Value], w: Value, xs: tuple[Value, ...], labels: tuple, out: str) -> Value:

@@ -45,6 +45,16 @@ def _products(value: Value, at: tuple[Letter, ...], ends: Container[Value], new:
     match op:
         case "low_rank" | "add":
             return [found for x in (args if op == "low_rank" else args[1]) for found in of(x, at)]
+        case "slice" | "cat" if at[args[1]] is None or at[args[1]][0] == "of":
+            x, dim, *places = args
+            if op == "slice":
+                return of(x, (*at[:dim], ("of", (at[dim], *places), x.shape[dim]), *at[dim + 1 :]))
+            found, start = [], 0
+            for piece in x:
+                place = ("of", (at[dim], start, "in"), piece.shape[dim])
+                found += [[*own, (None, (place,))] for own in of(piece, (*at[:dim], place, *at[dim + 1 :]))]
+                start = start + piece.shape[dim]
+            return found
         case "mul":
             factors = [of(x, at) for x in args[1]]
         case "contract":

@@ -137,7 +137,8 @@ class Algebra:
                 rest.append((coefficient, atom))
             else:
                 whole.append((quotient, atom))
-        base = constant // size if isinstance(constant, int) and isinstance(size, int) else 0
+        known = isinstance(constant, int) and isinstance(size, int)
+        base = constant // size if known else exact_quotient(constant, size) or 0
         remainder = self.linear(constant - base * size, rest)
         return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
 

@@ -52,8 +52,8 @@ from moeblaze_ops.lowering.match.terms.sums import sums_of_experts
 from moeblaze_ops.lowering.match.zero_computation import is_routed, read_terms
 
 _COMBINES = frozenset((
-    "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
-    "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
+    "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "mm",
+    "matmul", "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
 Sum = tuple[fx.Node, list[Expr], list[Expr]]

@@ -5,6 +5,7 @@ from torch import fx
 
 import moeblaze_ops.lowering.forms.indexing
 import moeblaze_ops.lowering.forms.products  # noqa: F401
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.views import TABLE
 from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependencies
 from moeblaze_ops.lowering.graph.functional_view import GraphView
@@ -216,3 +217,17 @@ def test_targets_that_each_node_depends_on():
     bits = reached(view, [nodes["a"], nodes["b"]])
     both, second = nodes["output"].args[0]
     assert (bits[both], bits[second], bits[nodes["a"]]) == (0b11, 0b10, 0b01)
+
+
+def test_sums_over_parts_of_what_was_stacked():
+    """All rows of two parts are those of each; of fewer, no number of parts has as many."""
+    view, nodes = _capture(_sums_of_stacked, torch.randn(3), torch.randn(3))
+    evaluator = Evaluator()
+    whole, cut, first, both = (evaluator.element(view.value(node), ()) for node in nodes["output"].args[0])
+    assert whole is both
+    assert cut not in (whole, first)
+
+
+def _sums_of_stacked(a, b):
+    rows = torch.stack((a, b)).reshape(-1)
+    return rows.sum(), rows[:5].sum(), a.sum(), a.sum() + b.sum()

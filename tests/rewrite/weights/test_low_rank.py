@@ -302,6 +302,64 @@ def test_products_with_numbers_that_are_passed_in(size, monkeypatch):
         assert not any("rank" in c.became for c in backend.rewritten)
 
 
+class Halves(Split):
+    """A packed up projection with an adapter of its own for each half, which ``join`` adds to the halves."""
+
+    def __init__(self, join, bias=False):
+        super().__init__()
+        self.join, self.bias = join, parameter(E, 2 * H) if bias else None
+        self.gate_a, self.gate_b, self.half_a, self.half_b = (parameter(E, *sizes) for sizes in ((R, D), (H, R)) * 2)
+        del self.up_a, self.up_b
+
+    def added(self, x, a, b):
+        return self.s * F.linear(F.linear(x, a), b)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            h = F.linear(x, self.w_up[e], None if self.bias is None else self.bias[e])
+            added = self.added(x, self.gate_a[e], self.gate_b[e]), self.added(x, self.half_a[e], self.half_b[e])
+            gate, up = self.join(h, *added)
+            y = self.project(F.silu(gate) * up, self.w_down[e], self.down_a[e], self.down_b[e])
+            out = out + (weights * (chosen == e)).sum(-1, keepdim=True) * y
+        return out
+
+
+HALVES = {
+    "chunk": lambda h, a, b: [x + y for x, y in zip(h.chunk(2, dim=-1), (a, b), strict=True)],
+    "interleaved": lambda h, a, b: (h[:, ::2] + a, h[:, 1::2] + b),
+    "of_one_alone": lambda h, a, b: (h[:, :H], h[:, H:] + b),
+    "joined": lambda h, a, b: (h + torch.cat((a, b), dim=-1)).chunk(2, dim=-1),
+    "swapped": lambda h, a, b: (h[:, H:] + a, h[:, :H] + b),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["chunk", "interleaved", "of_one_alone", "joined", "swapped"])
+def test_adapters_of_halves(name, bias):
+    backend = check_against_eager(Halves(HALVES[name], bias), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [BECAME]
+
+
+NO_HALVES = {
+    "activated": lambda h, a, b: (F.silu(h)[:, :H] + a, h[:, H:] + b),
+    "of_rows": lambda h, a, b: (h.flip(0)[:, :H] + a, h[:, H:] + b),
+    "of_more": lambda h, a, b: (h[:, :H] + a + h[:, H:], h[:, H:] + b),
+    "turned": lambda h, a, b: (h + torch.cat((a, b), dim=-1).flip(-1)).chunk(2, dim=-1),
+    "of_other_rows": lambda h, a, b: (h + torch.cat((a, b), dim=-1).roll(1, 0)).chunk(2, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", NO_HALVES)
+def test_other_sums_of_halves_are_equal_or_left_alone(name):
+    x, module, itself = torch.randn(T, D), Halves(NO_HALVES[name]), Halves(HALVES["chunk"])
+    itself.load_state_dict(module.state_dict())
+    assert not torch.allclose(module(x), itself(x), rtol=1e-3)
+    backend = check_against_eager(module, x)
+    assert backend.rewritten or backend.reasons
+
+
 class Dense(Stacked):
     """All experts on all tokens, by products with a batch of weights; ``base`` is what of the weights is taken."""
 
