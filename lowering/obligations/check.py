@@ -118,7 +118,8 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]
     def depends_on_data(node: fx.Node) -> bool:
         value = node.meta.get("example_value")
         tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
-        return any(free_unbacked_symbols(tensor) for tensor in tensors)
+        told = bool(tensors) and bool(node.meta.get("unbacked_bindings"))  # also where a size is found to be another one
+        return told or any(free_unbacked_symbols(tensor) for tensor in tensors)
 
     nodes = all_nodes(gm)
     dependent = {node for node in nodes if depends_on_data(node) or (tells_of_data(node) and target_name(node) != "item")}

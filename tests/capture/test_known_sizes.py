@@ -116,3 +116,24 @@ def test_a_sum_outside_of_branches_says_nothing():
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x), atol=1e-5, rtol=1e-4)
     assert not rewritten_in(records)
+
+
+def test_rows_of_a_mask_that_are_as_many_as_those_of_an_input():
+    """Their number has no symbol of its own: it is another one's. They end the graph where no layer takes them."""
+
+    def combine(x, probs, token, expert, place, mask, w):
+        buffer = torch.zeros(E, T, D).index_put((expert, place), x[token])
+        outputs = torch.relu(buffer @ w[0]) @ w[1]
+        scaled = outputs[expert, place] * probs.flatten()[mask].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, token, scaled)
+
+    w = torch.randn(2, E, D, D)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(combine, backend=backend, dynamic=True)
+        for num_tokens in (5, 7):
+            x, probs, mask = torch.randn(num_tokens, D), torch.rand(num_tokens, 2), torch.arange(2 * num_tokens) % 3 != 0
+            token, place = (torch.arange(2 * num_tokens)[mask] // 2, torch.arange(len(mask))[mask] % T)
+            given = x, probs, token, token % E, place, mask, w
+            torch.testing.assert_close(run(*given), combine(*given))
+    graphs = [record for record in records if isinstance(record, moeblaze_compile.GraphRecord)]
+    assert not rewritten_in(records) and any(record.dropped is not None for record in graphs)
