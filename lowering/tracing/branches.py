@@ -335,7 +335,7 @@ class Branches:
         line = _place(tx, instruction)
         tx.stack.pop()
         rounds = [branch for branch in self.open if branch.tx is tx and branch.at == at]
-        if rounds and (len(rounds) == MOST or _goes_round(rounds[-1])):
+        if rounds and (len(rounds) == MOST or flow.always_passes(work, at) or _goes_round(rounds[-1])):
             self._leave(f"{line}: only the data tell when the loop ends", tx)
             raise Declined(self.left)
         self.age += 1

@@ -184,9 +184,26 @@ def while_rounds_are_counted(cost, columns):
     return columns
 
 
+def while_rounds_are_left(cost, columns):
+    error, rounds = torch.tensor(1e9), 0
+    while error > 1e-4 and rounds < 10**6:
+        before, columns, rounds = columns, _round(cost, columns), rounds + 1
+        error = (before - columns).abs().mean()
+    return columns
+
+
+def while_it_is_a_number(cost, columns):
+    before = columns + 1
+    while (columns - before).abs().max() > 1e-4:
+        before, columns = columns, _round(cost, columns)
+        if columns.isnan().any():
+            break
+    return columns
+
+
 ENDLESS = {
     while_an_error_is_large: 2, while_something_moves: 2, while_not_all_are_done: 2, until_it_returns: 2, while_rows_are_left: 2,
-    for_some_rounds: 2, while_rounds_are_counted: 9,
+    for_some_rounds: 2, while_rounds_are_counted: 2, while_it_is_a_number: 2, while_rounds_are_left: 9,
 }  # fmt: skip
 """How many rounds of each are begun before an attempt gives it up, where 8 are followed."""
 
@@ -205,7 +222,7 @@ class Balanced(nn.Module):
         return self.layer(x * columns)
 
 
-@pytest.mark.usefixtures("fp64")
+@pytest.mark.usefixtures("scratch", "fp64")
 @pytest.mark.parametrize("balanced", ENDLESS, ids=lambda f: f.__name__)
 def test_a_loop_that_only_the_data_end_is_given_up(balanced, monkeypatch):
     """It is compiled as it is written, and what is lost is said."""
