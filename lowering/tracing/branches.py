@@ -61,6 +61,9 @@ from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, is_unr
 
 Variable = VariableTracker
 
+MOST = 512
+"""Rounds of one ``while`` on data that are followed: as many as layers have experts."""
+
 
 @dataclass
 class _Branch:
@@ -70,6 +73,8 @@ class _Branch:
     join: int  # an index of its instructions, or EXIT
     age: int
     line: str
+    at: int = EXIT  # its jump, if it has one, and what names are there
+    given: dict[str, Variable] = field(default_factory=dict)
     begin: Any = None
     names: dict[str, Variable] = field(default_factory=dict)  # as they are at the join without the work
     stack: list[Variable] = field(default_factory=list)
@@ -329,8 +334,12 @@ class Branches:
         jump = tx.indexof[instruction.target]
         line = _place(tx, instruction)
         tx.stack.pop()
+        rounds = [branch for branch in self.open if branch.tx is tx and branch.at == at]
+        if rounds and (len(rounds) == MOST or flow.always_passes(work, at) or _goes_round(rounds[-1])):
+            self._leave(f"{line}: only the data tell when the loop ends", tx)
+            raise Declined(self.left)
         self.age += 1
-        branch = _Branch(tx, join, self.age, line)
+        branch = _Branch(tx, join, self.age, line, at, dict(tx.symbolic_locals))
         fork = self._trace_skip(branch, skip, original)
         works_if = instruction.opname.endswith("_TRUE") == (work == jump)
         self._open(branch, condition.as_proxy(), works_if, fork)
@@ -435,6 +444,11 @@ class Branches:
         if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
             self.decline(branch, "a list would be longer")
         return parts
+
+
+def _goes_round(branch: _Branch) -> bool:
+    """True if work that came back to its own jump has changed nothing but tensors, so that only they may end it."""
+    return not branch.lists and all(is_same(branch.given.get(name), now, []) for name, now in branch.tx.symbolic_locals.items())
 
 
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))

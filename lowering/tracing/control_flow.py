@@ -72,6 +72,10 @@ class ControlFlow:
         # The nearest is the one that the others come behind: it has the most of them.
         return max(below, key=lambda i: self._post_dominators[i].bit_count(), default=EXIT)
 
+    def always_passes(self, start: int, at: int) -> bool:
+        """True if no way from ``start`` on goes round an instruction."""
+        return bool(self._post_dominators[start] >> (at + 1) & 1)
+
     def sides(self, at: int, when_true: Callable[[], bool]) -> tuple[int, int, int] | None:
         """Where the side without and the side with the work start, and where they join; None where neither leads to the other.
 

@@ -93,9 +93,56 @@ def hit_with_room_in_a_list(self, x, weights, ids):
     return out
 
 
+def counts_up_while_tokens_are_kept(self, x, weights, ids):
+    """Each round stands inside of the one before, until the number ends them."""
+    out, kept, e = torch.zeros_like(x), x[:, :1] > 0, 0
+    weights = weights * kept
+    while e < len(self.experts):
+        if not kept.any():
+            break
+        token, slot = torch.where((ids == e) & kept)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        e += 1
+    return out
+
+
+def lists_parts_while_tokens_are_kept(self, x, weights, ids):
+    """Until the length of a list ends them."""
+    kept = x[:, :1] > 0
+    weights, tokens, parts = weights * kept, [torch.arange(x.shape[0])], [torch.zeros_like(x)]
+    while len(parts) <= len(self.experts):
+        if not kept.any():
+            break
+        token, slot = torch.where((ids == len(parts) - 1) & kept)
+        tokens.append(token)
+        parts.append(self.experts[len(parts) - 1](x[token]) * weights[token, slot, None])
+    return torch.zeros_like(x).index_add(0, torch.cat(tokens), torch.cat(parts))
+
+
+def calls_itself_while_tokens_are_kept(self, x, weights, ids):
+    """The same jump is met inside of itself in another call, and another jump in the same one."""
+    out, kept = torch.zeros_like(x), x[:, :1] > 0
+    weights = weights * kept
+
+    def add_one(e):
+        token, slot = torch.where((ids == e) & kept)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+
+    def add_from(e):
+        if kept.any():
+            if (ids == e).any():
+                add_one(e)
+            if e + 1 < len(self.experts):
+                add_from(e + 1)
+
+    add_from(0)
+    return out
+
+
 BRANCHES = (
     set_in_both_branches, set_in_one_branch, hit_of_more_rows, hit_of_more_rows_that_are_skipped, hit_with_room,
-    hit_with_room_in_a_list,
+    hit_with_room_in_a_list, counts_up_while_tokens_are_kept, lists_parts_while_tokens_are_kept,
+    calls_itself_while_tokens_are_kept,
 )  # fmt: skip
 
 
