@@ -9,6 +9,7 @@ that infinities and NaN come out as in the formula as it was written.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -32,13 +33,17 @@ ARITY = {
 MASKS = {"and": 2, "or": 2, "not": 1, "where": 1}
 """How many of a function's first arguments are masks, of those that take any."""
 
-_FOLDED: dict[str, Callable[..., float]] = {
+FUNCTIONS: dict[str, Callable[..., float]] = {
     "neg": lambda x: -x, "abs": abs, "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x),
     "tanh": math.tanh, "erf": math.erf, "log1p": math.log1p, "expm1": math.expm1, "sin": math.sin, "cos": math.cos,
-    "relu": lambda x: max(x, 0.0), "maximum": max, "minimum": min, "pow": math.pow, "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "relu": lambda x: max(x, 0.0), "maximum": lambda x, y: y if y > x or y != y else x,
+    "minimum": lambda x, y: y if y < x or y != y else x, "pow": math.pow, "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
     "softplus": lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))), "clamp": lambda x, low, high: min(max(x, low), high),
+    "where": lambda mask, x, y: x if mask else y, "not": operator.not_, "and": operator.and_, "or": operator.or_,
+    **{name: getattr(operator, name) for name in COMPARISONS},
 }  # fmt: skip
+"""What they are of Python's numbers, but for ``draw``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +96,9 @@ def apply(op: str, *args: Node) -> Node:
         ValueError: there is no such function of these arguments.
     """
     _check(op, args)
-    if op in _FOLDED and all(arg.is_number for arg in args):
+    if op in FUNCTIONS and all(arg.is_number for arg in args):
         try:
-            return number(_FOLDED[op](*(arg.number for arg in args)))
+            return number(FUNCTIONS[op](*(arg.number for arg in args)))
         except (ArithmeticError, ValueError) as error:
             raise ValueError(f"{op} of {', '.join(str(arg.number) for arg in args)}") from error
     simplify = _SIMPLIFIED.get(op)

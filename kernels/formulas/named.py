@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import as_used
-from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS, ZERO, Node, apply, below, symbols_of
+from moeblaze_ops.kernels.formulas.expression import FUNCTIONS, PARAMETER_SYMBOLS, Node, below, symbols_of
 from moeblaze_ops.kernels.formulas.text import parse, to_text
 
 IDENTITY = "identity"
@@ -111,17 +111,21 @@ def num_parameters(activation: str) -> int:
     return max((PARAMETER_SYMBOLS.index(name) + 1 for name in own), default=0)
 
 
+def value_at_zero(activation: str) -> float:
+    """What an activation of zeros is, for parameters that are no special numbers; NaN where a part is not finite."""
+    values: dict[Node, float] = {}
+    for node in below(formula_of(activation)):
+        number = 0.37 if node.symbol in PARAMETER_SYMBOLS else node.number
+        try:
+            values[node] = FUNCTIONS[node.op](*(values[arg] for arg in node.args)) if node.args else number
+        except (ArithmeticError, ValueError):  # a quotient by zero, or a logarithm of it
+            values[node] = math.nan
+    return values[node]
+
+
 def is_zero_at_zero(activation: str) -> bool:
     """True if an activation of zeros is zero; one with parameters counts as none."""
-    if num_parameters(activation):
-        return False
-    values: dict[Node, Node] = {}
-    try:
-        for node in below(formula_of(activation)):
-            values[node] = ZERO if node.symbol else apply(node.op, *(values[arg] for arg in node.args)) if node.args else node
-    except ValueError:  # a quotient by zero, or a comparison
-        return False
-    return values[node] is ZERO
+    return not num_parameters(activation) and value_at_zero(activation) == 0
 
 
 def why_no_formula(text: str) -> str | None:

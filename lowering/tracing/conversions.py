@@ -32,9 +32,10 @@ def overwrites(called: Any) -> ConstantVariable | None:
 
 
 def drop_writes_of_itself(gm: fx.GraphModule) -> None:
-    """Take ``p.data = p`` out of a graph, with what makes up for its count of writes, as Dynamo up to 2.13 has it."""
+    """Take ``p.data = p`` out of a graph, with what makes up for its count of writes, which Dynamo up to 2.13 has behind it."""
     for node in all_nodes(gm):
         makes_up = [getattr(user.target, "__name__", "") == "_lower_version_count_by_1" for user in node.users]
-        if target_name(node) in ("set_", "shallow_copy_data_") and node.args[:1] == node.args[1:] and all(makes_up):
+        name = target_name(node)
+        if name in ("set_", "shallow_copy_data_") and node.args[:1] == node.args[1:] and all(makes_up or [name != "set_"]):
             for part in [*node.users, node]:
                 part.graph.erase_node(part)

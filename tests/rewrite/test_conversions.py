@@ -83,6 +83,19 @@ def test_a_tensor_is_itself_where_it_is_not_converted(name):
     check(lambda: Layer(lambda module, x: module, before=BEFORE[name]), True)
 
 
+def written_behind_a_product(x):
+    y = x.detach().clone()
+    product = y * x
+    torch.Tensor.set_(y, y)
+    return product
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_the_program_writes_for_itself_counts_as_written(compiled):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(lambda: Layer(lambda module, x: module, before=written_behind_a_product), compiled)
+
+
 @pytest.mark.parametrize("skips", [True, False], ids=["skips", "all_experts"])
 def test_parameters_that_are_written_are_written(skips):
     check(lambda: Layer(doubled, skips), False, times=2)

@@ -4,6 +4,7 @@ A term is a product. Its one factor that depends on the feature of the output is
 how much of it a token gets and is left to `routing_term`.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
-from moeblaze_ops.kernels.formulas.named import num_parameters
+from moeblaze_ops.kernels.formulas.named import num_parameters, value_at_zero
 from moeblaze_ops.lowering.graph.functional_view import Value, target_name
 from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.index_notation.expr import (
@@ -338,6 +339,9 @@ def _read_hidden(
         if not 0 < len(learned) <= len(PARAMETER_SYMBOLS):
             raise
         scale, activation, order, routing = read(learned)
+    masked = any(map(holds_comparison, scale)) and all(half.kind == "sum" for half in halves)
+    finite = not masked or math.isfinite(value_at_zero(activation))  # else [m] f([m] x) = [m] f(x) does not hold
+    prove(finite, Reason.ACTIVATION, "of zeros, which a mask makes of what an expert reads, it is no finite number")
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     (_, x, feature_in), *others = projections
     prove(all(own[1:] == (x, feature_in) for own in others), Reason.DIFFERENT_INPUTS, "gate and up")

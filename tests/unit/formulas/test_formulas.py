@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import sys
 import types
 
@@ -16,7 +17,7 @@ from moeblaze_ops.arguments.activations import activate, activation_gradient
 from moeblaze_ops.arguments.read_values import values_read_by
 from moeblaze_ops.arguments.traced_activations import trace_activation
 from moeblaze_ops.kernels.formulas.expression import below
-from moeblaze_ops.kernels.formulas.named import NAMED, formula_of, is_gated, is_zero_at_zero
+from moeblaze_ops.kernels.formulas.named import NAMED, formula_of, is_gated, is_zero_at_zero, value_at_zero
 from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
 from moeblaze_ops.kernels.formulas.text import MOST_CHARACTERS, parse, to_text
 from tests.corpus import activations
@@ -212,11 +213,23 @@ def test_what_a_program_computes_twice_it_computes_once():
     assert value_program("identity") == "|0" and gradient_program("identity") == "|0 2 2"
 
 
-@pytest.mark.parametrize(("activation", "zero"), [("swiglu", True), ("relu2", True), ("exp(h)", False), ("u + 1.0", False)])
+@pytest.mark.parametrize(("activation", "zero"), [
+    *((name, True) for name in NAMED), ("exp(h)", False), ("u + 1.0", False), ("g / u", False), ("p0 * h", False),
+    ("where(h < 0.0, exp(h), h)", True), ("where(h <= 0.0, exp(h), h)", False),
+    ("where(~((h < 0.0) | (h > 1.0)) & (h != 1.0), h, exp(h))", True),
+])  # fmt: skip
 def test_activation_of_zeros(activation, zero):
     assert is_zero_at_zero(activation) == zero
     if zero:
         assert not activate(torch.zeros(1, 2 if is_gated(activation) else 1, 3), activation).any()
+
+
+@pytest.mark.parametrize(("activation", "value"), [
+    ("h / (abs(h) + 2.0)", 0), ("exp(h) * 3.0", 3), ("h / (p0 - 1.0)", 0), ("where(h < 0.0, 1.0 / h, h)", 0), ("g / u", math.nan),
+    ("log(h) * h", math.nan), ("maximum(h / h, h)", math.nan), ("maximum(h, h / h)", math.nan), ("minimum(h, h / h)", math.nan),
+])  # fmt: skip
+def test_value_at_zero(activation, value):
+    assert math.isnan(value_at_zero(activation)) if math.isnan(value) else value_at_zero(activation) == value
 
 
 def test_an_unused_half_has_no_gradient():
