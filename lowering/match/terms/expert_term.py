@@ -25,7 +25,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     is_hidden,
     leaves_of,
     subexpressions,
-)  # fmt: skip
+)
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
