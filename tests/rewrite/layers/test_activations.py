@@ -67,6 +67,37 @@ def test_named_activation_is_recognised(name, gated):
     assert found.activation == (glu if gated else plain)
 
 
+_AT_ZERO = {
+    "of what is not zero": (lambda g, u: torch.where(g > 0, (g + 1).log(), g) * u, True),
+    "reciprocal": (lambda g, u: g * u.reciprocal(), False),
+    "logarithm": (lambda g, u: g * u.abs().log(), False),
+}
+
+
+@pytest.mark.parametrize("rows", ["all", "all, with biases", "chosen"])
+@pytest.mark.parametrize("name", _AT_ZERO)
+def test_activation_of_zeros(name, rows):
+    """Where an expert reads zeros for whoever did not choose it, what is NaN of zeros is NaN for all tokens."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, own in enumerate(self.experts):
+            token, k = torch.where(ids == e)
+            if rows == "chosen":
+                out = out.index_add(0, token, own(x[token] * weights[token, k, None]))
+            else:
+                chosen = (ids == e).any(-1, keepdim=True)
+                out = out + own(x * (weights * (ids == e)).sum(-1, keepdim=True)) * chosen
+        return out
+
+    (function, is_finite), x = _AT_ZERO[name], torch.randn(5, zoo.D)
+    layer = zoo.ModuleListMoE(combine, expert=lambda: _Expert(function, rows == "all, with biases"), E=3)
+    if is_finite or rows != "all":
+        assert len(check_against_eager(layer, x).rewritten) == 1
+    else:
+        assert layer(x).isnan().all() and rewrite_of(layer, x).reasons == ["ACTIVATION"]
+
+
 @pytest.mark.parametrize("name", activations.ALL)
 def test_any_pointwise_activation_is_fused(name):
     layer = layer_with(name, activations.ALL[name])
