@@ -15,11 +15,13 @@ from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
     DETACH,
+    DROPOUT,
     MAX_OPERANDS,
     SCALED,
     Expr,
     TooLarge,
     factors_of,
+    is_hidden,
     leaves_of,
     split_number,
     subexpressions,
@@ -467,6 +469,12 @@ class Algebra:
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
         if name == "where" and args[0] is self.one:
             return args[1]
+        is_of_row = (name == "div" and is_hidden(args[1])) or (name == DROPOUT and is_hidden(args[0]))
+        factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
+        outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
+        if outside:  # what else scales a row is a factor of the result
+            inside = self.mul(*(f for f in factors if f not in outside))
+            return self.mul(*outside, self.call(name, (inside, *args[1:]), *params))
         return self._intern("call", name, args, params)
 
     def scaled(self, number: float, e: Expr) -> Expr:

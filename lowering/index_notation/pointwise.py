@@ -33,10 +33,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, b)
         case "div" if b.kind == "const" and b.args[0] != 0:
             return algebra.mul(a, algebra.const(1 / b.args[0]))
-        case "div" if is_hidden(b):  # what else scales a row is a factor of the quotient
-            scale = [f for f in factors_of(a) if f.kind != "const" and not is_hidden(f)]
-            return algebra.mul(*scale, algebra.call(name, (algebra.mul(*(f for f in factors_of(a) if f not in scale)), b)))
-        case "div":
+        case "div" if not is_hidden(b):
             return algebra.mul(a, algebra.call("reciprocal", (b,)))
         case "floordiv" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
             return algebra.div(a, b.args[0])

@@ -52,8 +52,7 @@ class LayerForm:
                 var, body = algebra.open(e)
                 return algebra.prefix(var, self.of(body), self.of(e.args[2]))
             case "call" if e.args[0] == DROPOUT:
-                number, others = split_number(self.of(e.args[1][0]))
-                return algebra.mul(algebra.const(number), algebra.call(DROPOUT, (algebra.mul(*others),), e.args[2][0]))
+                return algebra.call(DROPOUT, (self.of(e.args[1][0]),), e.args[2][0])
             case "call" if (whole := algebra.unscaled(e)) is not e:
                 return self.of(whole)
             case "leaf" if is_changing(e):

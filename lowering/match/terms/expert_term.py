@@ -16,7 +16,16 @@ from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters, value_at_zero
 from moeblaze_ops.lowering.graph.functional_view import Value, target_name
 from moeblaze_ops.lowering.graph.operators import PROJECTIONS
-from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, Indices, factors_of, is_changing, leaves_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import (
+    DROPOUT,
+    Expr,
+    Indices,
+    factors_of,
+    is_changing,
+    is_hidden,
+    leaves_of,
+    subexpressions,
+)
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -313,19 +322,20 @@ def _read_hidden(
     halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
     symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
-    function = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
+    in_symbols = dict(zip(halves, symbols, strict=True))
 
     def read(parameters: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], str, tuple[Expr, ...], tuple[Expr, ...]]:
-        scale, bare, others = _input_scale(hidden, halves, parameters), function, routing
+        scale, bare, others = _input_scale(hidden, halves, parameters), hidden, routing
         if scale and all(half.kind == "sum" for half in halves):
-            bare, others = _unscaled(algebra, function, routing, symbols, scale, movable)
-        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable, is_double(halves))
+            bare, others = _unscaled(algebra, hidden, routing, halves, scale, movable)
+        function = _in_symbols(algebra, bare, in_symbols)
+        return scale, *_read_activation(algebra, formulas, function, others, symbols, parameters, movable, is_double(halves))
 
     learned: tuple[Expr, ...] = ()
     try:
         scale, activation, order, routing = read(())
     except Declined:
-        learned = tuple(dict.fromkeys(_parameters(function, binders)))
+        learned = tuple(dict.fromkeys(_parameters(_in_symbols(algebra, hidden, in_symbols), binders)))
         if not 0 < len(learned) <= len(PARAMETER_SYMBOLS):
             raise
         scale, activation, order, routing = read(learned)
@@ -449,26 +459,17 @@ def _unscaled(
     """``hidden`` with every scaled projection written as the bare one, which then stands for the pre-activation.
 
     A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing; it is
-    not ``movable`` out of a sum with a bias. A mask stands once in a product, however often what it masks does.
+    not ``movable`` out of a sum with a bias.
     """
-    once = Counter(s for s in scale if is_indicator(s))
-
-    def bare(e: Expr) -> Expr:
-        if found := [f for f in factors_of(e) if f in halves]:
-            scaling = once + Counter([s for s in scale if s not in once] * len(found))
-            whole = scaling <= Counter(factors_of(e))
-            prove(whole, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
-            rest = Counter(factors_of(e)) - scaling - Counter(found)
-            return algebra.mul(*found, *map(bare, rest.elements()))
-        if e.kind in ("mul", "add"):
-            return getattr(algebra, e.kind)(*map(bare, e.args))
-        return algebra.call(e.args[0], tuple(map(bare, e.args[1])), *e.args[2]) if e.kind == "call" else e
-
-    if not movable:
-        return bare(hidden), routing
-    factors = factors_of(bare(algebra.mul(hidden, *routing)))
-    inside = [f for f in factors if any(half in f.free for half in halves)]
-    return algebra.mul(*inside), tuple(f for f in factors if f not in inside)
+    whole = algebra.mul(hidden, *routing) if movable else hidden
+    bare = algebra.substitute(whole, dict.fromkeys(scale, algebra.const(1)))
+    if movable:
+        bare = algebra.mul(*filter(is_hidden, factors_of(bare)))
+    scaled = algebra.substitute(bare, {half: algebra.mul(half, *scale) for half in halves})
+    others = tuple((Counter(factors_of(whole)) - Counter(factors_of(scaled))).elements())
+    is_whole = algebra.mul(scaled, *others) is whole and (movable or not others)
+    prove(is_whole, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
+    return bare, others if movable else routing
 
 
 def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Expr, Expr]:

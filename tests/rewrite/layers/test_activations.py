@@ -67,8 +67,41 @@ def test_named_activation_is_recognised(name, gated):
     assert found.activation == (glu if gated else plain)
 
 
+def _of_scaled_rows(self, x, weights, ids):
+    """As in Llama 4, experts read rows that their weights have scaled."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, k = torch.where(ids == e)
+        out = out.index_add(0, token, expert(x[token] * (weights[token, k, None] * 2.5)))
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in _ACTIVATIONS if name != "none"])
+def test_activation_of_scaled_rows(name):
+    function, _, glu = _ACTIVATIONS[name]
+    layer = zoo.ModuleListMoE(_of_scaled_rows, expert=lambda: zoo.GluMLP(function), E=2)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+    assert found.activation == glu
+
+
+@pytest.mark.parametrize("name", ["silu", "silu by exp", "gelu by hand"])
+def test_rows_that_are_scaled_for_one_half_alone(name):
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, own in enumerate(self.experts):
+            token, k = torch.where(ids == e)
+            scaled = x[token] * weights[token, k, None]
+            out = out.index_add(0, token, own.w2(own.act(own.w1(scaled)) * own.w3(x[token])))
+        return out
+
+    layer = zoo.ModuleListMoE(combine, expert=lambda: zoo.GluMLP(_ACTIVATIONS[name][0]), E=2)
+    assert not check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+
+
 _AT_ZERO = {
+    "softsign": (lambda g, u: g / (1 + g.abs()) * u, True),
     "of what is not zero": (lambda g, u: torch.where(g > 0, (g + 1).log(), g) * u, True),
+    "quotient": (lambda g, u: g / u, False),
     "reciprocal": (lambda g, u: g * u.reciprocal(), False),
     "logarithm": (lambda g, u: g * u.abs().log(), False),
 }

@@ -23,7 +23,7 @@ class Layer(nn.Module):
     def __init__(self, combine, expert, top_k=K, num_experts=E):
         super().__init__()
         self.router = nn.Linear(D, num_experts, bias=False)
-        bias = expert is not scaled
+        bias = expert not in (scaled, without_bias)
         self.gate, self.up = (nn.ModuleList(nn.Linear(D, H, bias) for _ in range(num_experts)) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(H, D, bias) for _ in range(num_experts))
         self.combine, self.own, self.top_k = combine, expert, top_k
@@ -45,6 +45,10 @@ def between(self, e, x):
     return self.down[e](F.dropout(F.silu(self.gate[e](x)) * self.up[e](x), BETWEEN, self.training))
 
 
+def without_bias(self, e, x):
+    return between(self, e, x)
+
+
 def both(self, e, x):
     h = self.up[e](x)
     a = 0.5 * h * (1 + torch.erf(h / 2**0.5))  # the number stands in front of the sum over features, too
@@ -61,6 +65,14 @@ def loop(self, x, weights, ids):
     for e in range(len(self.up)):
         token, k = torch.where(ids == e)
         out.index_add_(0, token, self.expert(e, x[token]) * weights[token, k, None])
+    return out
+
+
+def loop_of_scaled_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.up)):
+        token, k = torch.where(ids == e)
+        out.index_add_(0, token, self.expert(e, x[token] * weights[token, k, None]))
     return out
 
 
@@ -111,13 +123,16 @@ def drawn(self, x):
     for row, slot in enumerate(order.tolist()):
         t, k = divmod(slot, self.top_k)
         e = ids[t, k]
-        h = F.gelu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
-        h = F.silu(self.up[e](x[t] * 1.25)) if self.own is scaled else h
-        out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weights[t, k]).unsqueeze(0))
+        read, weight = (x[t] * weights[t, k], 1) if self.combine is loop_of_scaled_rows else (x[t], weights[t, k])
+        h = F.gelu(self.up[e](read)) if self.own is both else F.silu(self.gate[e](read)) * self.up[e](read)
+        h = F.silu(self.up[e](read * 1.25)) if self.own is scaled else h
+        out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weight).unsqueeze(0))
     return out.view(shape)
 
 
-PROBABILITIES = {behind: (0, BEHIND), between: (BETWEEN, 0), both: (BETWEEN, BEHIND), scaled: (0, BEHIND)}
+PROBABILITIES = {
+    behind: (0, BEHIND), between: (BETWEEN, 0), without_bias: (BETWEEN, 0), both: (BETWEEN, BEHIND), scaled: (0, BEHIND),
+}  # fmt: skip
 
 
 def _results(layer, run, x):
@@ -140,6 +155,9 @@ def _results(layer, run, x):
     (masked, between, (3, T // 3), K),
     (split, behind, (3, T // 3), K),
     (split_by_mask, both, (T,), K),
+    (loop_of_scaled_rows, without_bias, (T,), K),
+    (loop_of_scaled_rows, between, (T,), K),
+    (loop_of_scaled_rows, scaled, (3, T // 3), 1),
 ], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_numbers_and_gradients(fp64, combine, expert, tokens, top_k):
     torch.manual_seed(0)
