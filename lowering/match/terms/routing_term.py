@@ -8,7 +8,7 @@ import torch
 
 from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
@@ -165,17 +165,19 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
     Or where the output is, as that of an expert without biases is for a token of zeros; a mask has no other numbers than 0
     and 1 there, while elsewhere its ids are proven to differ.
     """
+    weight = algebra.mul(*expert.routing)
+    masked = replace(expert, routing=factors_of(algebra.mul(weight, *expert.scale)), scale=())
     biased = not is_zero_at_zero(expert.activation) or any(p.bias is not None for p in (*expert.up, expert.down))
-    if expert.scale and all(is_order(mark) and (mark in expert.routing or not biased) for mark in expert.scale):
-        return replace(expert, routing=(*expert.routing, *(m for m in expert.scale if m not in expert.routing)), scale=())
+    if expert.scale and all(algebra.mul(weight, mark) is weight or (is_order(mark) and not biased) for mark in expert.scale):
+        return masked
     index = expert_index(algebra, expert, feature) if expert.routing and expert.scale else None
-    masked = any(map(_compares, expert.scale)) and index in (None, *expert.binders)
-    if not expert.routing or not masked:
+    compares = any(map(_compares, expert.scale)) and index in (None, *expert.binders)
+    if not expert.routing or not compares:
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
     if mask.weights or mask.kept is not None or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
         return expert
-    return replace(expert, routing=(*expert.routing, *expert.scale), scale=())
+    return masked
 
 
 @dataclass(frozen=True)
