@@ -114,7 +114,8 @@ class LayerForm:
                     rest = (g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args)
                     if (less := algebra.mul(*rest)) is not whole:
                         return self.of(less)
-        for mask in subexpressions(whole, lambda e: self._is_mask(e) or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN)):
+        marks = subexpressions(whole, lambda e: self._is_mask(e) or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN))
+        for mask in marks:
             beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
             if beside or algebra.mul(whole, mask) is whole:
                 rest = (g if g in beside else algebra.substitute(g, {mask: algebra.one}) for g in whole.args)
