@@ -17,7 +17,7 @@ from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator, most_counted
-from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integer
+from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integer, left_out
 
 _LARGEST = LARGEST_EXACT | {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
 _GIVEN = 2**15
@@ -45,6 +45,10 @@ def extent(e: Expr) -> Size | None:
             return args[3]
         case "sum" | "prefix" if is_count(e):
             return most_counted(e) + 1
+        case "mul" if len(rest := [factor for factor in args if not is_indicator(factor)]) == 1:
+            bound = extent(*rest)
+            is_less = bound is not None and any(left_out(mark) == (*rest, bound - 1, bound) for mark in args)
+            return bound - 1 if is_less else bound
         case "inverse":
             return args[0].shape[0]
         case "leaf":

@@ -197,6 +197,41 @@ def test_tokens_that_chose_no_expert_go_to_another_with_a_weight_of_zero(fp64, m
         assert changed or len(rewritten_in(records)) >= 1
 
 
+class Filled(Layer):
+    """A loop over all experts, which fills the weights of others, or asks how often each expert was chosen."""
+
+    def __init__(self, mask, counts):
+        super().__init__(mask)
+        self.counts = counts
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        ids, weights = self.mask(ids, weights)
+        counts = torch.bincount(ids.flatten(), minlength=E) if self.counts else None
+        out = torch.zeros_like(x)
+        for e in range(E):
+            if counts is None:
+                share = weights.masked_fill(ids != e, 0).sum(-1, keepdim=True)
+                out = out + torch.sigmoid(x @ self.up[e].T) @ torch.cat([self.down[e], self.down[e]], 1).T * share
+            elif counts[e] > 0:
+                token, slot = torch.where(ids == e)
+                y = torch.sigmoid(x[token] @ self.up[e].T) @ torch.cat([self.down[e], self.down[e]], 1).T
+                out = out.index_add(0, token, y * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("top_k", [1, K])
+@pytest.mark.parametrize("counts", [False, True], ids=["fills", "counts"])
+def test_ids_that_were_filled(fp64, monkeypatch, counts, top_k):
+    monkeypatch.setattr(sys.modules[__name__], "WORLD", E + 1)
+    monkeypatch.setattr(sys.modules[__name__], "K", top_k)
+    torch._dynamo.reset()
+    layer, x = Filled(skipped, counts), torch.randn(T, D)
+    with switch.recording() as records, rewriting_backend() as backend:
+        assert_close(train(layer, torch.compile(layer, backend=backend), x), train(layer, layer, x))
+    assert len(rewritten_in(records)) == 1
+
+
 @pytest.mark.parametrize("layer", [Layer, Sorted])
 def test_more_slots_than_experts_of_this_rank(fp64, monkeypatch, layer):
     monkeypatch.setattr(sys.modules[__name__], "E", K - 1)

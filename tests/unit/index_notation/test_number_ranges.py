@@ -31,6 +31,19 @@ def test_bounds_of_a_linear_index(algebra):
         assert algebra.extent(e) == (max(values) + 1 if min(values) >= 0 else None)
 
 
+def test_bounds_of_an_index_that_a_mask_makes_zero(algebra):
+    index, at = algebra.var(0, 5, "r"), algebra.var(1, 5, "r")
+    is_index, is_at = (algebra.eq(var, algebra.const(3)) for var in (index, at))
+    kept, two = opposite(algebra, is_index), algebra.const(2)
+    assert [algebra.extent(algebra.mul(kept, e)) for e in (index, algebra.linear(1, [(1, index)]), two)] == [5, 6, 3]
+    assert [algebra.extent(algebra.mul(kept, e, is_at)) for e in (index, algebra.mul(index, at))] == [5, None]
+    assert algebra.extent(algebra.mul(kept, algebra.linear(-1, [(1, index)]))) is None
+    whole = algebra.var(2, 15, "r")
+    number, other = algebra.mod(whole, 5), algebra.div(whole, 3)
+    marks = [opposite(algebra, algebra.eq(each, algebra.const(n))) for each, n in ((number, 4), (number, 3), (other, 4))]
+    assert [algebra.extent(algebra.mul(mark, number)) for mark in marks] == [4, 5, 5]
+
+
 def test_bounds_where_sizes_are_symbols(algebra):
     row = algebra.var(0, SIZE, "r")
     assert never_negative(algebra.linear(SIZE - 1, [(-1, row)])) and never_negative(algebra.linear(0, [(SIZE, row)]))
