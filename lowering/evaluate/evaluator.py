@@ -272,7 +272,7 @@ class Evaluator(IndexingRules):
             return mask
         counts = [self._above_zero(f) for f in e.args if is_count(f)]
         rest = self.algebra.mul(*(f for f in e.args if not is_count(f)))
-        if not counts or None in counts or (rest is not self.algebra.one and (rest.kind == "const" or is_whole(rest))):
+        if not counts or None in counts or (rest.kind == "const" and rest is not self.algebra.one):
             return None
         return self.algebra.mul(*counts, self._not_zero(rest) or self.algebra.cast(torch.bool, rest))
 

@@ -128,6 +128,6 @@ def _not(algebra: Algebra, mask: Expr) -> Expr:
     if is_bound(mask):
         atom, first, end = interval_of(mask)
         return algebra.between((atom, -math.inf, first) if end == math.inf else (atom, end, math.inf))
-    if mask.kind == "cast" and mask.args[0] == torch.bool and is_integer(mask.args[1]):
-        return algebra.eq(mask.args[1], algebra.zero)
-    return opposite(algebra, mask)
+    marks = factors_of(mask)
+    numbers = [f.args[1] if f.kind == "cast" and f.args[0] == torch.bool and is_integer(f.args[1]) else f for f in marks]
+    return opposite(algebra, mask) if numbers == [*marks] else algebra.eq(algebra.mul(*numbers), algebra.zero)

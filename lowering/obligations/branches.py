@@ -265,6 +265,7 @@ class _Proof:
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
             zeros = [] if element is None else zero_where(self.evaluator.algebra, element, not works_if)
+            known = element is not None and element.kind == "const"  # as that an expert is chosen which no id can be
         else:
             zeros = self._zero_numbers(fake.node.expr, not works_if)
             self.most = self._bounded(fake.node.expr, not works_if)

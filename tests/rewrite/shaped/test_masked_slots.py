@@ -175,9 +175,9 @@ def test_a_loop_without_the_number_of_no_expert(fp64, mask):
     assert len(rewritten_in(records)) == 1
 
 
-def skipped(ids, weights, *, to=0, at=E, value=0.0):
+def skipped(ids, weights, *, to=0, number=E, at=None, value=0.0):
     """ZAYA: who chose the number behind the last expert goes to the first one, with a weight of zero."""
-    return ids.masked_fill(ids == E, to), weights.masked_fill(ids == at, value)
+    return ids.masked_fill(ids == number, to), weights.masked_fill(ids == (number if at is None else at), value)
 
 
 @pytest.mark.parametrize(("changed", "top_k"), [
@@ -220,13 +220,13 @@ class Filled(Layer):
         return out
 
 
-@pytest.mark.parametrize("top_k", [1, K])
-@pytest.mark.parametrize("counts", [False, True], ids=["fills", "counts"])
-def test_ids_that_were_filled(fp64, monkeypatch, counts, top_k):
-    monkeypatch.setattr(sys.modules[__name__], "WORLD", E + 1)
+@pytest.mark.parametrize(("counts", "number", "top_k"), [(False, E, 1), (False, E, K), (True, E, 1), (True, E - 1, K)])
+def test_ids_that_were_filled(fp64, monkeypatch, counts, number, top_k):
+    """Of a number behind the experts, or of the last of them, which no token has then."""
+    monkeypatch.setattr(sys.modules[__name__], "WORLD", number + 1)
     monkeypatch.setattr(sys.modules[__name__], "K", top_k)
     torch._dynamo.reset()
-    layer, x = Filled(skipped, counts), torch.randn(T, D)
+    layer, x = Filled(partial(skipped, number=number), counts), torch.randn(T, D)
     with switch.recording() as records, rewriting_backend() as backend:
         assert_close(train(layer, torch.compile(layer, backend=backend), x), train(layer, layer, x))
     assert len(rewritten_in(records)) == 1
