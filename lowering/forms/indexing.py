@@ -35,6 +35,7 @@ from moeblaze_ops.lowering.forms.views import (
     short_forms,
     sliced,
     tensor,
+    tiled,
 )
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
@@ -369,6 +370,21 @@ def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, si
     require(right or side == "right", "ends that are no part of what they end")
     require(len(tensor(ends).shape) == 1 and kwargs.get("sorter") is None, "one row of sorted ends")
     return view.make("searched", ends, tensor(x))
+
+
+@form("repeat_interleave")
+def _repeat_interleave(view: GraphView, x: Any, repeats: Any, dim: int | None = None, **kwargs: Any) -> Value:
+    if dim is None:
+        x, dim = reshaped(view, tensor(x), (math.prod(x.shape),)), 0
+    d = axis(tensor(x), dim)
+    if isinstance(repeats, int):
+        x = reshaped(view, x, (*x.shape[: d + 1], 1, *x.shape[d + 1 :]))
+        return tiled(view, x, *[1] * (d + 1), repeats, *[1] * (len(x.shape) - d - 2))
+    rows, dtype = output_shape(view)[d : d + 1], torch.int64
+    each = expanded(view, tensor(repeats), x.shape[d : d + 1])
+    ends = view.make("prefix", each, 0, shape=each.shape, dtype=dtype)
+    group = view.make("searched", ends, view.make("arange", 0, 1, shape=rows, dtype=dtype), shape=rows, dtype=dtype)
+    return view.make("index", x, tuple(group if i == d else None for i in range(len(x.shape))), d)
 
 
 @form(*GROUPED_PRODUCTS)

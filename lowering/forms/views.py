@@ -208,17 +208,8 @@ def expanded(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
     return x if x.shape == shape else view.make("expand", x, shape=shape, dtype=x.dtype)
 
 
-@form("repeat_interleave")
-def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = None, **kwargs: Any) -> Value:
-    require(isinstance(repeats, int), "one repeat count")
-    if dim is None:
-        x, dim = reshaped(view, tensor(x), (math.prod(x.shape),)), 0
-    d = axis(tensor(x), dim) + 1
-    return _tile(view, reshaped(view, x, (*x.shape[:d], 1, *x.shape[d:])), *[1] * d, repeats, *[1] * (len(x.shape) - d))
-
-
 @form("repeat", "tile")
-def _tile(view: GraphView, x: Any, *sizes: Any, **named: Any) -> Value:
+def tiled(view: GraphView, x: Any, *sizes: Any, **named: Any) -> Value:
     times = [n for own in (*sizes, *named.values()) for n in (own if isinstance(own, (tuple, list)) else [own])]
     rank = max(len(times), len(tensor(x).shape))
     pairs = zip(*((*[1] * (rank - len(own)), *own) for own in (times, x.shape)), strict=True)

@@ -29,6 +29,12 @@ class Chosen(NamedTuple):
         """Those of ``ids`` that hold numbers or truth values, and no scores."""
         return frozenset(value for value in self.ids if not value.dtype.is_floating_point)
 
+    @property
+    def layer(self) -> Hashable:
+        """``ids``, and what is made of them before it is compared with numbers: ids // 2 may choose another layer's experts."""
+        compared = (side for each in self.how if isinstance(each, frozenset) for side in each)
+        return self.ids, frozenset(side for side in compared if isinstance(side, str))
+
 
 def chosen_by(term: Expr, feature: Expr) -> Chosen:
     """What chooses the expert of a term: comparisons, or ids that its weights are indexed by, or else its score."""
@@ -43,22 +49,22 @@ def chosen_by(term: Expr, feature: Expr) -> Chosen:
     return Chosen(frozenset(v for factor in factors for v in _routed_by(factor)), how)
 
 
-Grouped: TypeAlias = dict[frozenset[Value], dict[Chosen, int]]
-"""How often each expert is chosen, by the tensors of ids that choose it."""
+Grouped: TypeAlias = dict[Hashable, dict[Chosen, int]]
+"""How often each expert is chosen, by layer: the tensors of ids that choose it, and what is compared."""
 
 
 def grouped(experts: Counter) -> Grouped:
     """The same counts, in groups."""
     found: Grouped = {}
     for chosen, count in experts.items():
-        found.setdefault(chosen.ids, {})[chosen] = count
+        found.setdefault(chosen.layer, {})[chosen] = count
     return found
 
 
 def is_part(sum_: Grouped, whole: Grouped) -> bool:
     """True if a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
 
-    ``whole`` may be the sum of several layers that share their ids. What it has of a layer for other tokens is no sum of parts.
+    ``whole`` may be the sum of several layers. What it has of a layer for other tokens is no sum of parts.
 
         out = out + experts[0](x) * share(0)        of out + experts[1](x) * share(1)
         x = x + layer(x)                            not of y + other(y), where y = x[1:]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -144,7 +145,16 @@ def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:
         return "the program keeps it, or reads it outside of the layer, where a tensor of counts would do"
     if any(_selects_rows(graph) for graph in graphs_of(gm)):
         return "rows that it selects are read beside the layer, as by an expert that is neither two projections nor its tokens"
+    if any(map(_asserts_rows, graphs_of(gm))):
+        return "an expert without tokens is an error, as in `h.view(len(h), -1)`; write the number of features in place of -1"
     return "what is asserted of it may fail"
+
+
+def _asserts_rows(graph: fx.Graph) -> bool:
+    """True if there have to be rows, whose number only the data tell: of none, no size can be found for the other axes."""
+    claims = (fake_of(node.args[0]) for node in graph.nodes if target_name(node) == "_assert_scalar")
+    told = (claim.node.expr for claim in claims if isinstance(claim, torch.SymBool))
+    return any(isinstance(claim, sympy.Ne) and claim.rhs == 0 and free_unbacked_symbols(claim.lhs) for claim in told)
 
 
 def _selects_rows(graph: fx.Graph) -> bool:

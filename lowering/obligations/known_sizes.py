@@ -71,6 +71,17 @@ def have_rows(view: GraphView, parts: tuple[fx.Node, ...]) -> bool:
     return not free_unbacked_symbols(total) and bool(environment.bound_sympy(total).lower > 0)
 
 
+def rows_of_groups(graph: fx.Graph, counts: fx.Node) -> Size | None:
+    """How many rows groups have in all, of which a tensor holds how many each has; None where it is not known to count all."""
+    view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
+    held = view.value_at(counts, len(view.position))
+    if not isinstance(held, Value) or len(held.shape) != 1 or held.shape[0] == 1:  # one number is that of all groups
+        return None
+    if (element := evaluator.try_element(held)) is None:
+        return None
+    return sum_of_counts(evaluator.algebra, evaluator.variables(held)[0], element, held.shape[0])
+
+
 def _may_depend_on_data(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or target_name(node) not in _PARTS:
         return False

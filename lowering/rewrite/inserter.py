@@ -10,7 +10,7 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
-from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.undoable_edits import Edits, NodeInserter
 
 
@@ -52,25 +52,25 @@ class Inserter(NodeInserter):
         Where they are cast they are stacked before: it takes one cast instead of E.
         """
         if all(view.apart and not view.cast for view in views):
-            return [self.viewed(node, view) for view in views for node in view.nodes]
+            return [self.viewed(node, view, parts) for view in views for node, parts in zip(view.nodes, view.parts, strict=True)]
         return [self.whole(view) for view in views]
 
     def whole(self, view: WeightView) -> fx.Node:
         """One tensor of all experts, stacked where they are stored apart, in the dtype in which it is used."""
-        stored = view.nodes[0]
+        stored, parts = view.nodes[0], view.parts[0]
         if view.apart:
-            stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])
-            view = replace(view, parts=(), sizes=(len(view.nodes), *view.sizes[1:]))
-        node = self.viewed(stored, view)
+            stored, parts = self.call(torch.stack, [self._part(*own) for own in zip(view.nodes, view.parts, strict=True)]), ()
+            view = replace(view, sizes=(len(view.nodes), *view.sizes[1:]))
+        node = self.viewed(stored, view, parts)
         return self.call("to", node, view.dtype) if view.cast else node
 
-    def viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
-        """The part of a stored tensor that a view takes, as the view shapes it."""
-        node = self._reshaped(self._part(node, view), view.sizes)
+    def viewed(self, node: fx.Node, view: WeightView, parts: tuple[Part, ...]) -> fx.Node:
+        """The ``parts`` of a stored tensor that a view takes, as the view shapes them."""
+        node = self._reshaped(self._part(node, parts), view.sizes)
         return node if view.order == tuple(range(len(view.order))) else self.view(node, "permute", view.order)
 
-    def _part(self, node: fx.Node, view: WeightView) -> fx.Node:
-        for part in view.parts:
+    def _part(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
+        for part in parts:
             node = self.view(self._reshaped(node, part.sizes), "narrow", len(part.sizes) - 1, part.start, part.length)
         return node
 

@@ -262,20 +262,17 @@ def _by_experts(view: WeightView, source: fx.Node, num_experts: int) -> bool:
     """True if each rank stores whole experts, as many as the others: the axis E is the outermost of what is stored."""
     stored = fake_of(source)
     ranks = stored.device_mesh.size()
-    outermost = view.order[0] == 0 and all(len(part.sizes) > 1 and part.sizes[0] == num_experts for part in view.parts)
+    outermost = view.order[0] == 0 and all(len(part.sizes) > 1 and part.sizes[0] == num_experts for part in view.parts[0])
     return outermost and not view.apart and num_experts % ranks == 0 and stored.shape[0] % num_experts == 0
 
 
 def _local(insert: Inserter, view: WeightView, sharded: ShardedWeights) -> fx.Node:
     """The experts of this rank, as the ops take them."""
     count = view.sizes[0] // sharded.ranks
-    parts = tuple(Part((count, *part.sizes[1:]), part.start, part.length) for part in view.parts)
-    node = insert.viewed(insert.call(local_shard, sharded.stored[view.nodes[0]]), _own(view, parts, count))
+    parts = tuple(Part((count, *part.sizes[1:]), part.start, part.length) for part in view.parts[0])
+    view = replace(view, sizes=(count, *view.sizes[1:]))
+    node = insert.viewed(insert.call(local_shard, sharded.stored[view.nodes[0]]), view, parts)
     return insert.call("to", node, view.dtype) if view.cast else node
-
-
-def _own(view: WeightView, parts: tuple[Part, ...], count: int) -> WeightView:
-    return replace(view, parts=parts, sizes=(count, *view.sizes[1:]))
 
 
 def _where_tokens_leave(match: MoEMatch, sharded: ShardedWeights) -> fx.Node | None:

@@ -74,14 +74,13 @@ class Elements:
 
     def of_weight(self, view: WeightView, expert: Expr, *logical: Expr) -> Expr:
         """The element of a view ``[E, ...]`` of stored weights."""
-        value = view.values[0]
-        if view.apart:
-            value, expert = view.values[expert.args[0]], self.algebra.zero
+        number = expert.args[0] if view.apart else 0
+        value, parts, expert = view.values[number], view.parts[number], self.algebra.zero if view.apart else expert
         stored = [self.algebra.zero] * len(view.order)
         for index, axis in zip((expert, *logical), view.order, strict=True):
             stored[axis] = index
         sizes, indices = view.sizes, tuple(stored)
-        for part in reversed(view.parts):
+        for part in reversed(parts):
             taken = (*part.sizes[:-1], part.length)
             *outer, last = self.evaluator.reshape_indices(sizes, taken, indices)
             sizes, indices = part.sizes, (*outer, self.algebra.linear(part.start, [(1, last)]))

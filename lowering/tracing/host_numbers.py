@@ -33,7 +33,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import is_written, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
-from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes_of
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes_of, rows_of_groups
 from moeblaze_ops.lowering.obligations.markers import counts_below, left_as_it_is, one_hot_below, rows_between, rows_joined
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
 
@@ -89,6 +89,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
             return counts
         return None
+    if function is torch.repeat_interleave and len(args) > 1 and (size := _rows_repeated(tx, args[1])) is not None:
+        return _traced(tx, function, args, {"output_size": size} | kwargs)
     if function is torch.tensor and len(args) == 1:
         return _made_of_numbers(tx, args[0], kwargs)
     if function is torch.nn.functional.one_hot:
@@ -138,7 +140,7 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
     if name == "__setitem__" and all(map(_is_whole, _other_axes(args[0]))) and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
-    return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
+    return handled(tx, getattr(torch, name), [x, *args], kwargs) if name in ("bincount", "repeat_interleave") else None
 
 
 def _one_hot(tx: Any, arguments: dict[str, VariableTracker]) -> VariableTracker | None:
@@ -270,7 +272,17 @@ def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
     tensors = [fake_value(part) for part in parts if isinstance(part, TensorVariable) and fake_value(part).dim() > 1]
     if not along_rows or len(tensors) != len(parts) or not any(free_unbacked_symbols(part.shape[0]) for part in tensors):
         return None
-    total = _settled(tx, sum(part.shape[0] for part in tensors))
+    return _as_variable(tx, _settled(tx, sum(part.shape[0] for part in tensors)))
+
+
+def _rows_repeated(tx: Any, counts: VariableTracker) -> VariableTracker | None:
+    """How many rows there are where each is repeated as often as a tensor tells: as many as that counts ids."""
+    total = rows_of_groups(tx.output.graph, counts.as_proxy().node) if isinstance(counts, TensorVariable) else None
+    return None if total is None else _as_variable(tx, sympy.sympify(total))
+
+
+def _as_variable(tx: Any, total: sympy.Expr) -> VariableTracker | None:
+    """A number of rows, where the data do not tell it and the graph has it."""
     if total.is_Integer:
         return ConstantVariable.create(int(total))
     if free_unbacked_symbols(total):
@@ -314,9 +326,9 @@ def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> Variab
     return known[key]
 
 
-def _traced(tx: Any, function: Callable, arguments: list[VariableTracker]) -> VariableTracker:
+def _traced(tx: Any, function: Callable, arguments: list[VariableTracker], named: dict | None = None) -> VariableTracker:
     """A call of ``function`` in the graph, and what Dynamo knows of its result."""
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, {})))
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, named or {})))
 
 
 def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> list[VariableTracker] | None:

@@ -36,6 +36,25 @@ def test_the_reason_is_given():
     assert any("what is asserted of it may fail" in reason for reason in dropped)
 
 
+@pytest.mark.parametrize("features", [-1, D])
+def test_rows_whose_features_are_not_told(features):
+    """Of no rows ``view(0, -1)`` is an error, and ``view(0, D)`` is none."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            y = expert(x[token]) * weights[token, slot, None]
+            out.index_add_(0, token, y.view(len(y), 1, D).view(len(y), features))
+        return out
+
+    with rewriting_backend() as backend, recording() as records:
+        torch.compile(Layer(combine), backend=backend)(torch.randn(T, D))
+    dropped = [record.dropped or "" for record in records if isinstance(record, GraphRecord)]
+    told = any("write the number of features in place of -1" in reason for reason in dropped)
+    assert (told, len(rewritten_in(records))) == ((True, 0) if features == -1 else (False, 1))
+
+
 @pytest.mark.parametrize("says", KNOWN, ids=lambda says: says.__name__)
 def test_what_is_known_to_hold_keeps_no_layer(says):
     torch.manual_seed(0)

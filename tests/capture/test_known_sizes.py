@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_branches import D, E, Layer, T, check, rows
+from tests.capture.test_branches import D, E, K, Layer, T, check, gradients, rows
+from tests.corpus.zoo.sorted import mm_of_groups
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -137,3 +140,79 @@ def test_rows_of_a_mask_that_are_as_many_as_those_of_an_input():
             torch.testing.assert_close(run(*given), combine(*given))
     graphs = [record for record in records if isinstance(record, moeblaze_compile.GraphRecord)]
     assert not rewritten_in(records) and any(record.dropped is not None for record in graphs)
+
+
+# Rows that are repeated as often as counts tell are as many as there are ids.
+
+
+class Repeated(nn.Module):
+    """Rows sorted by expert, each with the bias of its own, which ``of_rows`` repeats."""
+
+    def __init__(self, of_rows):
+        super().__init__()
+        self.of_rows, self.router = of_rows, nn.Linear(D, E)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, 6)), nn.Parameter(torch.randn(E, 6, D))
+        self.b_up, self.b_down = nn.Parameter(torch.randn(E, 6)), nn.Parameter(torch.randn(E, D))
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        order, counts = ids.flatten().argsort(stable=True), torch.bincount(ids.flatten(), minlength=E)
+        ends = counts.cumsum(0).to(torch.int32)
+        y = mm_of_groups(x[order // K], self.up, ends) + self.of_rows(self.b_up, counts, len(order))
+        y = mm_of_groups(F.gelu(y), self.down, ends) + self.of_rows(self.b_down, counts, len(order))
+        return torch.zeros_like(x).index_add(0, order // K, y * weights.flatten()[order, None])
+
+
+def padded(bias, counts, n):
+    found = torch.repeat_interleave(bias, counts, dim=0)
+    if found.shape[0] < n:
+        found = F.pad(found, (0, 0, 0, n - found.shape[0]))
+    return found
+
+
+def by_number(bias, counts, n):
+    return bias[torch.arange(len(bias)).repeat_interleave(counts)]
+
+
+def told(bias, counts, n):
+    return bias.t().repeat_interleave(counts, 1, output_size=n).t()
+
+
+def of_others(bias, counts, n):
+    return bias.repeat_interleave(counts.flip(0), 0)
+
+
+def a_row_late(bias, counts, n):
+    return bias.repeat_interleave(counts, 0).roll(1, 0)
+
+
+def without_the_last(bias, counts, n):
+    found = bias[:-1].repeat_interleave(counts[:-1], 0)
+    return torch.cat([found, bias.new_zeros(n, bias.shape[1])])[:n]
+
+
+def all_by_one_number(bias, counts, n):
+    ids = bias[:, :1].topk(1, -1).indices.flatten()[: n // E]
+    return bias.repeat_interleave(F.one_hot(ids, 1).sum(0), 0)[:n]
+
+
+def repeated(of_rows, sizes=(T, T + 3, T)) -> int:
+    torch.manual_seed(1)
+    eager, layer = Repeated(of_rows), Repeated(of_rows)
+    layer.load_state_dict(eager.state_dict())
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(layer, backend=backend)
+        for x in (torch.randn(n, D) for n in sizes):
+            torch.testing.assert_close(gradients(layer, run, x), gradients(eager, eager, x), atol=1e-5, rtol=1e-4)
+    return len(rewritten_in(records))
+
+
+@pytest.mark.parametrize("of_rows", [padded, by_number, told], ids=lambda f: f.__name__)
+def test_what_is_repeated_for_each_row(of_rows):
+    """Again for any number of tokens."""
+    assert repeated(of_rows) == 2
+
+
+@pytest.mark.parametrize("of_rows", [of_others, a_row_late, without_the_last, all_by_one_number], ids=lambda f: f.__name__)
+def test_what_is_repeated_for_other_rows(of_rows):
+    assert repeated(of_rows, (T,)) == 0

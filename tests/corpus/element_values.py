@@ -80,6 +80,9 @@ class Run:
                 end = self.number(args[2], at) + 1 if e.kind == "prefix" else args[0].args[1]
                 numbers = [self.number(args[1], {**at, args[0]: i}) for i in range(int(end))]
                 return int(any(numbers)) if e.kind == "any" else sum(numbers)
+            case "group":
+                row, sizes = self.number(args[2], at), (self.number(args[1], {**at, args[0]: i}) for i in range(args[0].args[1]))
+                return sum(end <= row for end in itertools.accumulate(sizes))
             case "eq":
                 return int(self.number(args[0], at) == self.number(args[1], at))
             case "nonzero":

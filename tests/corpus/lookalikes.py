@@ -111,12 +111,6 @@ def expert_twice(self, x, weights, ids):
     return sum(self.experts[e](x) * _share(weights, ids, e) for e in (0, 1, 2, 3, 3))
 
 
-@_lookalike("EXPERT_COVERAGE", "split")
-def stacked_experts_shifted(self, x, weights, ids):
-    experts = ((F.silu(x @ self.w1[e - 1]) * (x @ self.w3[e])) @ self.w2[e] for e in range(self.E))
-    return sum(y * _share(weights, ids, e) for e, y in enumerate(experts))
-
-
 @_lookalike("DIFFERENT_INPUTS")
 def input_changes_between_experts(self, x, weights, ids):
     out = torch.zeros_like(x)

@@ -73,6 +73,8 @@ m.flatten().nonzero().flatten() // K
 x[[1, 0, 3]]    x[1:4:2]    x[:, -3:]    x[..., 1]    x[ids]    x[ids, ids]    x[:, ids]    x.take_along_dim(ids, 1)
 x.gather(0, ids)
 x.repeat(2, 3)    x.tile(2)    x.repeat_interleave(2)    x.repeat_interleave(2, 0)    x.flip(0)    x.tensor_split([2, 1])
+x.repeat_interleave(F.one_hot(ids[:, 0], T).sum(0), 0)    x.repeat_interleave(ids[:, 0], 0)    x.repeat_interleave(2, -1)
+x.repeat_interleave(m.sum()[None], 0)    x[:, :E].repeat_interleave(F.one_hot(ids, E).sum((0, 1)), -1)
 x.chunk(4)    x.repeat(repeats=[2, 1, 1])    torch.tile(x, dims=(2, 1))
 x.unflatten(1, (2, 3)).movedim(0, -1)    torch.stack([x, y], -1)    torch.cat([x, y[:2]])    torch.cat([x[:, :1], y[:, :1]], 1)
 torch.arange(9, 3, -2)    torch.arange(1, end=5)    torch.full((2,), 1.5, dtype=torch.long)    (torch.arange(12) * 3 - 1) // 3

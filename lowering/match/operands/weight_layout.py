@@ -31,13 +31,13 @@ class Part:
 class WeightView:
     """One tensor of the ops' weight list.
 
-    ``values`` is one stored tensor of all experts, or with ``apart`` one per expert. Of each the ``parts`` are taken one after
-    another; what is left is viewed as ``sizes`` and permuted by ``order`` to (E, G, F, D), (E, F, D), ..., with 1 for E where
-    there is one per expert.
+    ``values`` is one stored tensor of all experts, or with ``apart`` one per expert, which several may share. Of each its
+    ``parts`` are taken one after another; what is left is viewed as ``sizes`` and permuted by ``order`` to (E, G, F, D),
+    (E, F, D), ..., with 1 for E where there is one per expert.
     """
 
     values: tuple[Value, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[Part, ...], ...]
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class WeightView:
     def copied_bytes(self) -> int:
         """Bytes of experts stored apart that are joined by a copy: on a GPU, unless they lie one after another in memory."""
         stored = [fake_of(node) for node in self.nodes]
-        in_place = stored[0].device.type == "cpu" or (not self.parts and are_in_a_row(stored))
+        in_place = stored[0].device.type == "cpu" or (not any(self.parts) and are_in_a_row(stored))
         if not self.apart or (in_place and not self.cast):
             return 0
         return len(stored) * math.prod(self.sizes) * stored[0].element_size()
@@ -176,23 +176,22 @@ def _view(
     lead, *others = first
     prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
     prove(len({e.dtype for half in halves for e in half}) == 1, Reason.DTYPE_PATH, "weights of several dtypes")
-    one_tensor = all(e.value is lead.value for e in others)
-    distance = others[0].constant - lead.constant if one_tensor and others else lead.strides[0]
-    apart = len(others) > 0 and distance == 0
-    for half in halves:
-        in_order = all(e.constant == half[0].constant + i * distance for i, e in enumerate(half))
-        prove(in_order and distance >= 0, Reason.EXPERT_COVERAGE, "weights of another expert")
-    values = tuple(e.value for e in first) if apart else (lead.value,)
-    numel = math.prod(lead.value.shape)
-    prove(all(math.prod(value.shape) == numel for value in values), Reason.WEIGHT_LAYOUT, "tensors of several sizes")
-    axes = [(distance, 1 if apart else num_experts), *zip(lead.strides[1:], sizes, strict=True)]
+    between = halves[-1][0].constant - lead.constant
+    alike = all(up.constant - gate.constant == between for gate, up in zip(first, halves[-1], strict=True))
+    prove(alike, Reason.WEIGHT_LAYOUT, "experts lie differently")
+    distance = others[0].constant - lead.constant if others else lead.strides[0]
+    in_a_row = all(e.value is lead.value and e.constant == lead.constant + i * distance for i, e in enumerate(first))
+    apart = len(others) > 0 and not (in_a_row and distance > 0)
+    stored = first if apart else first[:1]
+    values = tuple(e.value for e in stored)
+    axes = [(0, 1) if apart else (distance, num_experts), *zip(lead.strides[1:], sizes, strict=True)]
     if halves_axis:
-        axes.insert(1, (halves[-1][0].constant - lead.constant, len(halves)))
-    parts, stored_sizes, order = stored_order(axes, lead.constant, numel)
+        axes.insert(1, (between, len(halves)))
+    parts, all_sizes, orders = zip(*(stored_order(axes, e.constant, math.prod(e.value.shape)) for e in stored), strict=True)
     prove(all(has_storage(value.node) for value in values), Reason.WEIGHT_LAYOUT, "no tensor, or a slice under vmap")
-    contiguous = may_copy or not parts or all(fake_of(value.node).is_contiguous() for value in values)
+    contiguous = may_copy or not any(parts) or all(fake_of(value.node).is_contiguous() for value in values)
     prove(contiguous, Reason.WEIGHT_LAYOUT, "part of a tensor that is not contiguous")
-    return WeightView(values, parts, stored_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart)
+    return WeightView(values, parts, all_sizes[0], orders[0], lead.dtype, lead.dtype != lead.value.dtype, apart)
 
 
 def stored_order(

@@ -91,12 +91,9 @@ class _Placed:
         return (*self.around, *self.factors)
 
     def without_place(self, algebra: Algebra) -> Expr:
-        """The sum over all places; without what is said of the number of the expert as well as of the id of the slot."""
-        known = dict([self.expert[::-1]]) if self.expert else {}
-        said = {f for f in self.all_factors if is_indicator(f) and algebra.substitute(f, known) not in (f, algebra.one)}
-        said = {f for f in said if algebra.substitute(f, known) in self.all_factors}
-        around, inside = (algebra.mul(*(f for f in part if f not in said)) for part in (self.around, self.factors))
-        return algebra.mul(around, inside if self.slot is None else algebra.sum(self.slot, inside))
+        """The sum over all places."""
+        inside = algebra.mul(*self.factors)
+        return algebra.mul(*self.around, inside if self.slot is None else algebra.sum(self.slot, inside))
 
 
 def _placed(algebra: Algebra, e: Expr, place: Expr) -> Iterator[_Placed]:

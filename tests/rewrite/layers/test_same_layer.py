@@ -90,11 +90,22 @@ def scores_with_a_mask(x, layers, w):
     return y @ w @ y.t() + (place[:, None] == place).to(x.dtype) * w[0, 0]
 
 
+def and_groups_of_experts(x, layers, w):
+    """Both slots of a token may have one group."""
+    weights, ids = layers[0].router(x)
+    out = torch.zeros_like(x)
+    for e in range(zoo.E // 2):
+        token, slot = torch.where(ids // 2 == e)
+        out.index_add_(0, token, layers[1].experts[e](x[token]) * weights[token, slot, None])
+    return layers[0].combine(layers[0], x, weights, ids) + out * 0.5
+
+
 NETWORKS = {
     "sum of two spellings": (lambda x, layers, w: layers[0](x) + layers[1](x), sorted_rows, masked),
     "sum of three and a residual": (lambda x, layers, w: x + sum(f(x) for f in layers), dense, gathered, masked),
     "one layer on two inputs": (lambda x, layers, w: layers[0](x) + layers[0](x.flip(0)), masked),
     "one router, gathered": (lambda x, layers, w: sum(shared_router(x, layers)), gathered, gathered),
+    "one router, experts and groups of them": (and_groups_of_experts, masked, masked),
     "one router, one after another": (shared_router_in_a_row, masked, masked),
     "residual and a projection": (lambda x, layers, w: x + (x + layers[0](x)) @ w, masked),
     "attention": (lambda x, layers, w: (layers[0](x) @ x.t()).softmax(-1) @ layers[0](x), masked),

@@ -75,13 +75,16 @@ class Places(Layer):
     def __init__(self, add):
         super().__init__(torch.stack, add)
 
+    def share(self, scores, mask):
+        return scores * mask
+
     def forward(self, x):
         scores, capacity = self.router(x).softmax(dim=-1), 7
-        mask = F.one_hot(scores.argmax(dim=-1), E)
+        mask = F.one_hot(scores.argmax(dim=-1, keepdim=True), E)[:, 0]
         place = mask.cumsum(0) - 1
         mask = mask * (place < capacity)
         places = F.one_hot((place * mask).sum(1), capacity).to(x.dtype)
-        combine = (scores * mask)[:, :, None] * places[:, None]
+        combine = self.share(scores, mask)[:, :, None] * places[:, None]
         rows = torch.einsum("tec,td->ecd", combine.bool().to(x.dtype), x)
         y = self.join([self.down[e](F.silu(self.up[e](rows[e]))) for e in range(E)])
         return self.rows(combine, y)
@@ -99,3 +102,16 @@ PRODUCTS = {
 def test_products_over_places_of_all_experts(name):
     add, rewritten = PRODUCTS[name]
     assert len(check_against_eager(Places(add), torch.randn(T, D)).rewritten) == rewritten
+
+
+@pytest.mark.parametrize("name", ["mm", "of_other_experts"])
+def test_slots_that_are_kept_by_their_ids_and_by_the_numbers_of_experts(name):
+    """Both say it: of expert 0, too, whose number is an index of other tensors."""
+
+    class Shared(Places):
+        def share(self, scores, mask):
+            of_token = (scores * mask).sum(dim=1)
+            return (of_token / of_token.clamp(min=0.1))[:, None] * mask
+
+    add, rewritten = PRODUCTS[name]
+    assert len(check_against_eager(Shared(add), torch.randn(T, D)).rewritten) == rewritten

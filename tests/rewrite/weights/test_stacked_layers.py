@@ -204,6 +204,55 @@ def test_a_part_of_a_tensor_that_is_not_contiguous_is_left_alone():
     assert run.reasons == ["WEIGHT_LAYOUT"] * L and "contiguous" in run.candidates[0].detail
 
 
+class Stacks(nn.Module):
+    """Experts in several parameters, of which ``order`` says how many each has; gate and up lie in one of them."""
+
+    def __init__(self, layer, take, counts):
+        super().__init__()
+        self.layer, self.take, self.router = layer, take, nn.Parameter(torch.randn(D, E))
+        self.up = nn.ParameterList(torch.randn(n, 2 * H, D) for n in counts)
+        self.down = nn.ParameterList(torch.randn(n, D, H) for n in counts)
+
+    def forward(self, x):
+        weights, ids = (x @ self.router).softmax(-1).topk(K, dim=-1)
+        return self.layer(x, weights, ids, self.take(self.up), self.take(self.down))
+
+
+def rows_of(stacks):
+    return [stack[i] for stack in stacks for i in range(stack.shape[0])]
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("layer", "take"),
+    [(masks, rows_of), (where_loop, rows_of), (masks, lambda stacks: torch.cat(list(stacks)))],
+    ids=["masks", "where_loop", "joined"],
+)
+def test_experts_in_several_stacks(layer, take, counts):
+    module = Stacks(layer, take, counts)
+    run = check_against_eager(module, torch.randn(T, D))
+    assert len(run.rewritten) == 1
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_several_stacks_of_the_weights_of_other_experts():
+    """Up and down of one number are of several experts, or one is there twice: so the layer computes it."""
+    for order in ((3, 0, 2, 1), (0, 0, 2, 1)):
+        module = Stacks(masks, lambda stacks, order=order: [rows_of(stacks)[e] for e in order], (2, 2))
+        assert len(check_against_eager(module, torch.randn(T, D)).rewritten) == 1
+    module = Stacks(masks, rows_of, (2, 2))
+    module.take = lambda stacks: rows_of(stacks) if stacks is module.up else rows_of(stacks)[::-1]
+    assert len(check_against_eager(module, torch.randn(T, D)).rewritten) == 1
+
+
+def test_stacks_whose_gates_lie_elsewhere():
+    """Up begins further behind gate in one of them: as two views, and no view of both."""
+    module = Stacks(masks, rows_of, (2, 2))
+    module.up[1] = nn.Parameter(torch.randn(2, 3 * H, D))
+    module.take = lambda stacks: [torch.cat((w[:H], w[-H:])) if len(w) > 2 * H else w for w in rows_of(stacks)]
+    assert len(check_against_eager(module, torch.randn(T, D)).rewritten) == 1
+
+
 # Near misses.
 
 
@@ -220,10 +269,8 @@ def test_experts_in_another_order(layer, order):
     ("layer", "order"), [(where_loop, (0, 0, 1, 2)), (masks, (0, 1, 2, 2))], ids=["first_twice", "last_twice"]
 )
 def test_experts_of_which_one_is_there_twice(layer, order):
-    """No view of the parameter."""
-    module = Layers(layer, lambda w, i: [w[i][e] for e in order], (L, E))
-    run = check_against_eager(module, torch.randn(T, D))
-    assert not run.rewritten and set(run.reasons) == {"EXPERT_COVERAGE"}
+    """No view of the parameter has them all, and each has views of its own."""
+    assert rewritten(Layers(layer, lambda w, i: [w[i][e] for e in order], (L, E))) == [E] * L
 
 
 def test_experts_that_overlap():
@@ -241,10 +288,9 @@ def test_experts_that_overlap():
 
 
 def test_each_expert_of_another_layer():
-    """Experts in a row across layers are a layer of other experts; those of no common distance are none."""
+    """Experts in a row across layers are a layer of other experts; those of no common distance are views of their own."""
     take = lambda w, i: [w[(i + e) % L, e] for e in range(E)]  # noqa: E731
-    run = check_against_eager(Layers(masks, take, (L, E)), torch.randn(T, D))
-    assert not run.rewritten and set(run.reasons) == {"EXPERT_COVERAGE"}
+    assert rewritten(Layers(masks, take, (L, E))) == [E] * L
     across = lambda w, i: w[E // 2 + i : E // 2 + i + E]  # noqa: E731
     assert rewritten(Layers(masks, across, (L * E,))) == [E] * L
 
