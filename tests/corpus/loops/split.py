@@ -331,11 +331,30 @@ def torchtitan(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token, _padded(self, x[token], counts) * scale)
 
 
+def used_slots(self, weights, ids):
+    """The slots that have a weight, sorted by expert, by their numbers and by those among all that have one; their ids."""
+    used = torch.where(weights.flatten() != 0)[0]
+    chosen = ids.flatten()[used]
+    order = chosen.argsort(stable=True)
+    return used[order], order, chosen
+
+
+def slots_with_weights(self, x, weights, ids):
+    weights = weights * (weights > 0.3)
+    slots, _, chosen = used_slots(self, weights, ids)
+    counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
+    outputs = []
+    for e, part in enumerate(x[slots // ids.shape[1]].split(counts)):
+        outputs.append(self.experts[e + self.calls](part))
+    scale = weights.flatten()[slots, None]
+    return torch.zeros_like(x).index_add(0, slots // ids.shape[1], torch.cat(outputs) * scale)
+
+
 SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
-    padded_ends, stored_starts,
+    padded_ends, stored_starts, slots_with_weights,
     counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)
