@@ -158,12 +158,15 @@ class _Known:
 
         The last has the number of ids in place of counts of all numbers that they may be.
         """
-        rest, sizes = sympy.expand(number), Counter[Atom]()
-        for symbol, factor in rest.as_coefficients_dict().items():
-            if free_unbacked_symbols(symbol):
-                sizes[symbol] = factor
-                rest -= factor * symbol
-        yield rest, {size: times for size, times in sizes.items() if times}
+        rest, sizes = _apart(number)
+        yield rest, sizes
+        rest, counted = self._in_counts(rest, sizes)
+        yield rest, counted
+        rest, left = self._added_up(rest, counted)
+        yield self._in_counts(*_apart(rest, left))  # there are as many ids as a mask selects
+
+    def _in_counts(self, rest: sympy.Expr, sizes: dict[Atom, int]) -> tuple[sympy.Expr, dict[Atom, int]]:
+        """The same number with counts in place of the sizes that are sums of some."""
         counted = Counter[Atom]()
         for size, times in sizes.items():
             counts = self._count(size)
@@ -172,8 +175,7 @@ class _Known:
                     rest += times * atom.args[0]
                 else:
                     counted[atom] += times
-        yield rest, {atom: times for atom, times in counted.items() if times}
-        yield self._added_up(rest, counted)
+        return rest, {atom: times for atom, times in counted.items() if times}
 
     def _added_up(self, rest: sympy.Expr, times: dict[Atom, int]) -> tuple[sympy.Expr, dict[Atom, int]]:
         algebra, left = self.evaluator.algebra, Counter(times)
@@ -280,6 +282,16 @@ class _Known:
             if compared and isinstance(size := number.args[1], int):
                 return [self.evaluator.algebra.substitute(body, {number: self.evaluator.algebra.const(i)}) for i in range(size)]
         return written_out(self.evaluator.algebra, e)
+
+
+def _apart(number: sympy.Expr, others: dict[Atom, int] | None = None) -> tuple[sympy.Expr, dict[Atom, int]]:
+    """A number as one that does not depend on data, and how often sizes are added to it, beside ``others``."""
+    rest, sizes = sympy.expand(number), Counter[Atom](others)
+    for symbol, factor in rest.as_coefficients_dict().items():
+        if free_unbacked_symbols(symbol):
+            sizes[symbol] += factor
+            rest -= factor * symbol
+    return rest, {size: times for size, times in sizes.items() if times}
 
 
 def _selecting(value: Value, axis: int) -> Value | None:

@@ -71,7 +71,7 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         view = views[graph] = GraphView(graph, TABLE)
         for asked in [node for node in graph.nodes if node.target is some_rows]:
             if not have_rows(view, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts", asked)
+                return Discharged(f"{_line(asked)}: a list may have no parts; append those without rows, too", asked)
         off = any(map(view.is_gradient_off, graph.nodes))
         known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:

@@ -109,6 +109,7 @@ class Zeros:
         self.algebra, self.masks_of = algebra, masks_of
         self.beside: Zeros | None = None  # of the same condition, in a view of the graph that says more of sizes
         self._sizes: dict[Size, bool] = {}
+        self._zeros: set[Expr] = set()
         self._patterns: list[tuple[frozenset[Expr], list[Expr]]] = []  # products, and their variables
         self._memo: dict[Expr, Expr] = {}
         self._opened = 0
@@ -131,6 +132,7 @@ class Zeros:
     def add(self, e: Expr, variables: frozenset[Expr] = frozenset()) -> None:
         """Take a sum of what is never negative for zero, whatever ``variables`` in it are."""
         if e.kind in ("sum", "any"):
+            self._zeros.add(e)
             variable, body = self.algebra.open(e)
             fresh = self.algebra.var(5000 + len(variables), *variable.args[1:])
             self.add(self.algebra.substitute(body, {variable: fresh}), variables | {fresh})
@@ -162,6 +164,8 @@ class Zeros:
 
     def _visit(self, e: Expr) -> Expr:
         algebra = self.algebra
+        if e in self._zeros:
+            return algebra.zero
         if e.kind in BINDERS and e.kind != "group" and self.is_zero_size(e.args[0].args[1]):
             return algebra.zero
         if is_indicator(e) or e.kind in ("mul", "sum", "any"):

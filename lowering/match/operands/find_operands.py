@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, tee
 from typing import TypeAlias
 
+import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
@@ -162,11 +164,19 @@ class Finder:
         return is_rectified(self._view.value_at(node, self._position))
 
     def _latest(self, targets: Indices, places: Places, depth: int = 0, *, integers: bool = False) -> Operand | None:
-        """The latest node that holds the targets, or what all of them are a cast of, to be cast."""
+        """The latest node that holds the targets, or what all of them are a cast of, to be cast.
+
+        One in which rows are stored of which only the data tell how many is the last resort: they would stay.
+        """
+        of_rows = None
         for node, value, elements in self._read(places, depth):
             if (integers and value.dtype.is_floating_point) or not _are(elements, targets):
                 continue
-            return Operand(node, value.dtype)
+            if not _puts_rows(value):
+                return Operand(node, value.dtype)
+            of_rows = of_rows or Operand(node, value.dtype)
+        if of_rows is not None:
+            return of_rows
         attached = tuple(attached_of(self._evaluator.algebra, target) for target in targets)
         if None not in attached:
             found = self._latest(attached, places, depth, integers=integers)
@@ -257,6 +267,14 @@ def by_number(targets: Mapping[Expr, Expr]) -> tuple[Indices, Indices, Size]:
 def _orders(axes: Sequence[Axis]) -> list[Sequence[Axis]]:
     """Axes as they are, and with the first two exchanged."""
     return [axes, (axes[1], axes[0], *axes[2:])] if len(axes) > 1 else [axes]
+
+
+def _puts_rows(value: Value) -> bool:
+    """True if rows are stored in a value of which only the data tell how many."""
+    while value.op in ("reshape", "permute"):
+        value = value.args[0]
+    rows = [i.shape for i in value.args[1] if i is not None] if value.op == "put" else []
+    return bool(free_unbacked_symbols(sympy.Tuple(*map(math.prod, rows))))
 
 
 def _are(elements: Iterator[Expr], targets: Indices) -> bool:

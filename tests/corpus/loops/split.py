@@ -331,11 +331,59 @@ def torchtitan(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token, _padded(self, x[token], counts) * scale)
 
 
+def used_slots(self, weights, ids):
+    """The slots that have a weight, sorted by expert, by their numbers and by those among all that have one; their ids."""
+    used = torch.where(weights.flatten() != 0)[0]
+    chosen = ids.flatten()[used]
+    order = chosen.argsort(stable=True)
+    return used[order], order, chosen
+
+
+def slots_with_weights(self, x, weights, ids):
+    weights = weights * (weights > 0.3)
+    slots, _, chosen = used_slots(self, weights, ids)
+    counts = torch.bincount(chosen, minlength=len(self.experts)).tolist()
+    outputs = []
+    for e, part in enumerate(x[slots // ids.shape[1]].split(counts)):
+        outputs.append(self.experts[e + self.calls](part))
+    scale = weights.flatten()[slots, None]
+    return torch.zeros_like(x).index_add(0, slots // ids.shape[1], torch.cat(outputs) * scale)
+
+
+def _by_scattered_counts(self, x, weights, ids):
+    slots, _, chosen = used_slots(self, weights, ids)
+    counts = ids.new_zeros(len(self.experts)).scatter_add_(0, chosen, torch.ones_like(chosen))
+    outputs = []
+    for e, part in enumerate(x[slots // ids.shape[1]].split(counts.tolist())):
+        if part.numel() == 0:
+            continue
+        outputs.append(self.experts[e + self.calls](part))
+    return slots, torch.cat(outputs)
+
+
+def slots_stored(self, x, weights, ids):
+    weights = weights * (weights > 0.3)
+    slots, y = _by_scattered_counts(self, x, weights, ids)
+    out = x.new_zeros(ids.numel(), x.shape[-1])
+    out[slots] = y
+    return (out.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def weights_stored(self, x, weights, ids):
+    """LingBot-Video's, with its weights back in place."""
+    weights = weights * (weights > 0.3)
+    slots, y = _by_scattered_counts(self, x, weights, ids)
+    out, scores = x.new_zeros(ids.numel(), x.shape[-1]), x.new_zeros(ids.numel())
+    out[slots] = y
+    scores[slots] = weights.flatten()[slots]
+    return (out.view(*ids.shape, -1) * scores.view(*ids.shape, 1)).sum(dim=1)
+
+
 SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
-    padded_ends, stored_starts,
+    padded_ends, stored_starts, slots_with_weights, slots_stored, weights_stored,
     counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)

@@ -2,7 +2,15 @@
 
 import torch
 
-from tests.corpus.loops.split import padded_ends, run_expert, sorted_by_expert, sparse_dispatcher, stored_starts  # noqa: F401
+from tests.corpus.loops.split import (  # noqa: F401
+    padded_ends,
+    run_expert,
+    slots_with_weights,
+    sorted_by_expert,
+    sparse_dispatcher,
+    stored_starts,
+    used_slots,
+)
 from tests.corpus.zoo.changed import all_changed
 
 
@@ -92,6 +100,11 @@ _CHANGES = {
     "padded_by_one": (padded_ends, ("(1, 0))", "(1, 0), value=1)")),
     "gates_of_the_first": (sparse_dispatcher, ("gates[token]", "gates[chosen[:, 0]]")),
 }  # fmt: skip
+_BY_ORDER = "slots, _, chosen", "slots, order, chosen"
+_CHANGES |= {
+    "rows_of_used_slots": (slots_with_weights, _BY_ORDER, ("x[slots //", "x[order //")),
+    "scores_of_used_slots": (slots_with_weights, _BY_ORDER, ("flatten()[slots,", "flatten()[order,")),
+}
 TWINS = all_changed(_CHANGES)
 IN_NUMBERS = {name: TWINS.pop(name) for name in ("one_expert_less", "changes_the_counts")}
 """Layers, where the graph has their numbers."""
