@@ -1,7 +1,10 @@
 import functools
+import gc
 import logging
 import os
 from pathlib import Path
+
+gc.disable()  # until all is imported, of which nothing is garbage
 
 # Inductor builds five programs in every process to learn which vectors the CPU has, beside what the CPU says.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -32,7 +32,7 @@ def norm_after_experts(self, x, weights, ids):
     return _masked(self, x, weights, ids, lambda e, x: F.layer_norm(self.experts[e](x), x.shape[-1:]))
 
 
-@_lookalike("NOT_TWO_PROJECTIONS")
+@_lookalike("NOT_TWO_PROJECTIONS", expert=zoo.GluMLP)
 def dropout_inside(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -41,7 +41,7 @@ def dropout_inside(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("SLOT_WEIGHTS")
+@_lookalike("SLOT_WEIGHTS", expert=zoo.GluMLP)
 def norm_of_hidden(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -51,7 +51,7 @@ def norm_of_hidden(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("ACTIVATION")
+@_lookalike("ACTIVATION", expert=zoo.GluMLP)
 def hidden_scaled_per_feature(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -60,7 +60,7 @@ def hidden_scaled_per_feature(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("DIFFERENT_ACTIVATIONS")
+@_lookalike("DIFFERENT_ACTIVATIONS", expert=zoo.GluMLP)
 def one_expert_activates_differently(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -69,7 +69,7 @@ def one_expert_activates_differently(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("NOT_TWO_PROJECTIONS")
+@_lookalike("NOT_TWO_PROJECTIONS", expert=zoo.GluMLP)
 def detached_gate(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -78,7 +78,7 @@ def detached_gate(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("DTYPE_PATH")
+@_lookalike("DTYPE_PATH", expert=zoo.GluMLP)
 def rounded_hidden(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -120,7 +120,7 @@ def input_changes_between_experts(self, x, weights, ids):
     return out
 
 
-@_lookalike("DIFFERENT_INPUTS")
+@_lookalike("DIFFERENT_INPUTS", expert=zoo.GluMLP)
 def gate_reads_another_input(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -249,7 +249,7 @@ def expert_choice_of_others(self, x, weights, ids):
     return out
 
 
-@_lookalike("")
+@_lookalike("", expert=zoo.GluMLP)
 def embedding_of_experts(self, x, weights, ids):
     """Product keys: what is chosen is a vector, not a function."""
     values = torch.stack([expert.w2.weight[:, 0] for expert in self.experts])
@@ -346,7 +346,7 @@ def write_through_an_alias(self, x, weights, ids):
     return out
 
 
-@_lookalike("EFFECT")
+@_lookalike("EFFECT", expert=zoo.GluMLP)
 def random_numbers_times_zero(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -371,7 +371,7 @@ def expert_output_read(self, x, weights, ids):
     return sum(y * _share(weights, ids, e) for e, y in enumerate(outs)), outs[1].square().sum()
 
 
-@_lookalike("EXTRA_USER")
+@_lookalike("EXTRA_USER", expert=zoo.GluMLP)
 def hidden_read(self, x, weights, ids):
     hidden = [F.silu(mlp.w1(x)) * mlp.w3(x) for mlp in self.experts]
     out = sum(mlp.w2(h) * _share(weights, ids, e) for e, (mlp, h) in enumerate(zip(self.experts, hidden, strict=True)))
@@ -475,5 +475,5 @@ def llama4_with_biases(self, x, weights, ids):
 def build(name: str) -> torch.nn.Module:
     function, _, storage, options = LOOKALIKES[name]
     if storage is None:
-        return zoo.ModuleListMoE(function)
+        return zoo.ModuleListMoE(function, **options)
     return zoo.StackedMoE(function, storage, **options)

@@ -98,6 +98,6 @@ def build(name: str) -> nn.Module:
     """The layer of a spelling with its twin in place of it."""
     for function in zoo.SEPARATE:
         if function.__name__ == name:
-            return zoo.ModuleListMoE(_twin(function))
+            return zoo.separate(_twin(function))
     function, storage, bias = zoo.BY_NAME[name]
     return zoo.StackedMoE(_twin(function), storage, bias=bias)

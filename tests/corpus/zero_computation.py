@@ -166,9 +166,9 @@ def places(special: list, others: list) -> dict[str, list]:
 class Layer(nn.Module):
     """A norm, a router over all experts, and these: ``kinds`` names the kind of each without projections."""
 
-    def __init__(self, combine, kinds: tuple[str, ...], place: str = "behind", K: int = 3):
+    def __init__(self, combine, kinds: tuple[str, ...], place: str = "behind", K: int = 3, expert=zoo.BareMLP):
         super().__init__()
-        special, others = [KINDS[kind]() for kind in kinds], [zoo.GluMLP() for _ in range(zoo.E)]
+        special, others = [KINDS[kind]() for kind in kinds], [expert() for _ in range(zoo.E)]
         self.experts = nn.ModuleList(places(special, others)[place])
         self.router, self.gain = zoo.Router(len(self.experts), K), nn.Parameter(torch.randn(zoo.D))
         self.combine = combine

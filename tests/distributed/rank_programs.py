@@ -284,7 +284,7 @@ class Registered(nn.Module):
 def _layer(kind: str, program: Program) -> nn.Module:
     sizes = {"E": program.experts, "K": program.top_k, "normalise": program.top_k > 1}
     if kind == "masked_sum":
-        return zoo.ModuleListMoE(zoo.masked_sum, **sizes)
+        return zoo.ModuleListMoE(zoo.masked_sum, zoo.GluMLP, **sizes)
     if kind == "registered":
         return Registered(**sizes)
     return Cumulative(**sizes) if kind == "unknown" else Skipping(**sizes) if kind == "skipping" else zoo.stacked(kind, **sizes)

@@ -107,7 +107,7 @@ def check_route(K: int) -> None:
 def layer(name: str, K: int) -> nn.Module:
     torch.manual_seed(0)
     if name in LISTED:
-        return zoo.ModuleListMoE(getattr(zoo, name), K=K, normalise=False)
+        return zoo.ModuleListMoE(getattr(zoo, name), zoo.GluMLP, K=K, normalise=False)
     return zoo.stacked(name, K=K, normalise=False)
 
 

@@ -19,7 +19,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.ModuleList(nn.Linear(zoo.D, zoo.D, bias=False) for _ in range(zoo.E))
-        self.mlp = nn.ModuleList(zoo.ModuleListMoE(zoo.loop_mixtral) for _ in range(zoo.E))
+        self.mlp = nn.ModuleList(zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP) for _ in range(zoo.E))
         self.norm = nn.ModuleList(nn.LayerNorm(zoo.D) for _ in range(zoo.E))
 
     def forward(self, x):
@@ -68,7 +68,7 @@ def test_the_layer_has_experts_and_router():
     """What is around it may break a graph on one rank alone, and runs other layers."""
     from moeblaze_ops.distributed.find_experts import find_experts
 
-    model = nn.Sequential(zoo.stacked("stacked_loop"), zoo.ModuleListMoE(zoo.loop_mixtral), nn.Sequential(TwoLists()))
+    model = nn.Sequential(zoo.stacked("stacked_loop"), zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP), nn.Sequential(TwoLists()))
     assert [group.layer for group in find_experts(model, None)[0]] == ["0", "1", "2.0", "2.0"]
 
 

@@ -15,7 +15,7 @@ class Block(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(zoo.D)
-        self.moe = zoo.stacked(name) if name in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, name))
+        self.moe = zoo.stacked(name) if name in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, name), zoo.GluMLP)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))

@@ -16,7 +16,7 @@ STACKED = ("stacked_loop", "dense_einsum", "dense_bmm", "sorted_transformers", "
 
 def layer(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return zoo.stacked(name) if name in STACKED else zoo.ModuleListMoE(getattr(zoo, name))
+    return zoo.stacked(name) if name in STACKED else zoo.ModuleListMoE(getattr(zoo, name), zoo.GluMLP)
 
 
 def sharded(name: str, **options) -> nn.Module:
@@ -109,7 +109,7 @@ def check_errors() -> None:
 
     mesh = harness.axis()
     rank = dist.get_rank()
-    odd = zoo.ModuleListMoE(zoo.loop_mixtral, E=7)
+    odd = zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP, E=7)
     raised_everywhere(lambda: shard_experts(odd, mesh), "mesh must divide the experts of experts.w1.weight, got 7")
     model = layer("stacked_loop")
     model.w1 = nn.Parameter(distribute_tensor(model.w1.detach(), mesh, [Replicate()]))
@@ -130,7 +130,7 @@ def check_errors() -> None:
     partly = layer("loop_mixtral")
     partly.experts[2].requires_grad_(False)
     raised_everywhere(lambda: shard_experts(partly, mesh), "must be frozen for all experts or for none, got it frozen for [2]")
-    broken = zoo.ModuleListMoE(zoo.loop_mixtral, E=7 if rank else 4)
+    broken = zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP, E=7 if rank else 4)
     raised_everywhere(lambda: shard_experts(broken, mesh), "got 7")
     twice = sharded("stacked_loop")
     raised_everywhere(lambda: shard_experts(twice, mesh, ["w1"]), "must not be sharded twice")
@@ -276,7 +276,7 @@ def cumulative(self, x, weights, ids):
 
 def unknown_layer() -> nn.Module:
     torch.manual_seed(0)
-    return zoo.ModuleListMoE(cumulative)
+    return zoo.ModuleListMoE(cumulative, zoo.GluMLP)
 
 
 def check_gathers() -> None:

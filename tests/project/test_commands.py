@@ -8,11 +8,14 @@ import xml.dom.minidom
 from pathlib import Path
 
 import pytest
+import torch._inductor.config
 
 import moeblaze_ops
 from moeblaze_ops import bench
+from tests.tools.programs import printed_by, run
 
 ROOT = Path(moeblaze_ops.__file__).parents[1]
+REPORT = "moeblaze_ops.report"
 
 MODEL = """
 import torch
@@ -38,13 +41,20 @@ class Layer(nn.Module):
 
 SCRIPT = """
 import sys
-import torch
+import torch._inductor.config
 from model import Layer
 
+torch._inductor.config.fallback_by_default = True
 torch.compile(Layer())(torch.randn(32, 16)).sum().backward()
 print(__name__, sys.argv)
 sys.exit(3)
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_loops_in_cxx():
+    with torch._inductor.config.patch(fallback_by_default=True):
+        yield
 
 
 def table(printed: str) -> dict[str, list[str]]:
@@ -112,16 +122,13 @@ def test_bench_refuses_other_sizes(sizes, capsys):
     assert f"must be T D F E K or T D, each at least 1, got {' '.join(sizes)}" in capsys.readouterr().err
 
 
-def run(*arguments, folder, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "moeblaze_ops.report", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_report_runs_a_script_and_says_what_was_rewritten(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = run(str(tmp_path / "train.py"), "--steps", "2", folder=ROOT)
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", REPORT]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command += [str(tmp_path / "train.py"), "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == f"__main__ {[str(tmp_path / 'train.py'), '--steps', '2']}\n", done.stderr
     assert done.returncode == 3
     assert "moeblaze: 1 of 1 MoE layers rewritten" in done.stderr
@@ -129,18 +136,18 @@ def test_report_runs_a_script_and_says_what_was_rewritten(tmp_path):
 
 def test_report_runs_a_module_and_other_ranks_are_silent(tmp_path):
     (tmp_path / "plain.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    done = run("-m", "plain", "a", folder=tmp_path)
+    done = run("-m", REPORT, "-m", "plain", "a", folder=tmp_path)
     assert done.stdout == "['a']\n" and done.returncode == 0, done.stderr
     assert "enable() compiles nothing itself" in done.stderr
-    assert "moeblaze:" not in run("-m", "plain", folder=tmp_path, RANK="1").stderr
+    assert "moeblaze:" not in run("-m", REPORT, "-m", "plain", folder=tmp_path, RANK="1").stderr
 
 
 def test_report_says_how_it_is_called(tmp_path):
     for arguments, said in ([], ""), (["nowhere.py"], "SCRIPT must be a file that is there, got nowhere.py"):
-        done = run(*arguments, folder=tmp_path)
+        done = run("-m", REPORT, *arguments, folder=tmp_path)
         assert done.returncode == 1 and re.match("usage: ", done.stderr) and done.stderr.endswith(f"{said}\n")
 
 
 def test_report_stays_a_function(tmp_path):
     program = "import moeblaze_ops.report, moeblaze_ops\nassert 'nothing was compiled' in str(moeblaze_ops.report())"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    printed_by("-c", program, folder=tmp_path)

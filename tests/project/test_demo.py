@@ -10,13 +10,13 @@ import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.config
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.programs import ROOT, printed_by, run
+
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
 ON_RANKS = ROOT / "examples" / "train_multi_gpu.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -196,37 +196,24 @@ def test_table_has_ratios_to_the_first_row(tmp_path):
     assert rows["step"] == ["300.0", "ms", "100.0", "ms"] and rows["faster"] == ["-", "3.00x"]
 
 
-# What a rank on a CPU runs: loops that Inductor writes are not built in C++.
-CALLED = f"""
-import runpy, torch._inductor.config
-torch._inductor.config.fallback_by_default = True
-runpy.run_path({str(ON_RANKS)!r}, run_name="__main__")
-"""
-
-
-def train_on_two_ranks(folder, script):
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *ranks, str(script), "--preset", "tiny", "--steps", "2"]
-    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ON_RANKS.parent)])}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, last = (float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE))
+def train_on_two_ranks(folder):
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", ON_RANKS, "--preset", "tiny", "--steps", "2"]
+    printed = printed_by(*command, folder=folder)
+    first, last = (float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE))
     assert last < first
-    (speed,) = re.findall(r"^([\d,]+) tokens/s on 2 ranks$", done.stdout, re.MULTILINE)
+    (speed,) = re.findall(r"^([\d,]+) tokens/s on 2 ranks$", printed, re.MULTILINE)
     assert speed != "0"
-    return done.stdout
+    return printed
 
 
 def test_experts_over_two_processes(tmp_path):
-    script = tmp_path / "on_a_cpu.py"
-    script.write_text(CALLED)
-    assert "shard_experts: 3 parameters sharded" in train_on_two_ranks(tmp_path, script)
+    assert "shard_experts: 3 parameters sharded" in train_on_two_ranks(tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_experts_over_two_gpus(tmp_path):
-    printed = train_on_two_ranks(tmp_path, ON_RANKS)
+    printed = train_on_two_ranks(tmp_path)
     exposed, whole = map(float, re.findall(r"^exposed communication: ([\d.]+) of ([\d.]+) ms", printed, re.MULTILINE)[0])
     assert 0 <= exposed < whole and "MiB kept for backward" in printed
 
@@ -240,10 +227,8 @@ def test_time_that_intervals_cover(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("script", ["examples/train_moe_lm.py", "benchmarks/bench_compile.py", "benchmarks/bench_fsdp.py"])
-def test_a_gpu_that_is_not_there(script):
+def test_a_gpu_that_is_not_there(script, tmp_path):
     if "import transformers" in (ROOT / script).read_text():
         pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), "--device", "cuda"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
+    done = run(ROOT / script, "--device", "cuda", folder=tmp_path)
     assert done.returncode == 2 and "argument --device: torch sees no GPU here, take --device cpu" in done.stderr, done.stderr

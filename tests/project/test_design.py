@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moeblaze_ops import compile as switch
-from tests.tools.documents import ROOT, blocks, replaced_functions
+from tests.tools.documents import blocks, replaced_functions
+from tests.tools.programs import ROOT
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 DESIGN = ROOT / "DESIGN.md"

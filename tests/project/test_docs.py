@@ -13,7 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch.distributed as dist
 
-from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
+from tests.tools.documents import blocks, run_page, shown_outputs
+from tests.tools.programs import ROOT, printed_by
 
 WRITTEN = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")])
 PAGES = [page for page in WRITTEN if any(block.language == "python" for block in blocks(page))]
@@ -55,9 +56,7 @@ def test_page_runs_and_prints_what_it_shows(page, tmp_path):
 
 
 def test_every_operator_is_listed(tmp_path):
-    from tests.tools.documents import run
-
-    names = {name.removeprefix("moeblaze::") for name in run(["-c", PRINT_OPERATORS], tmp_path).split()}
+    names = {name.removeprefix("moeblaze::") for name in printed_by("-c", PRINT_OPERATORS, folder=tmp_path).split()}
     table = (ROOT / "docs" / "operators.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == names
 

@@ -46,7 +46,7 @@ def restore(kept):
 
 def layer_of(spelling):
     from tests.corpus.zoo import catalogue as zoo
-    return zoo.stacked(spelling) if spelling in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, spelling))
+    return zoo.stacked(spelling) if spelling in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, spelling), zoo.GluMLP)
 
 def is_rewritten(spelling, with_inductor):
     from moeblaze_ops import compile as switch

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
+from tests.tools.documents import blocks, run_page, shown_outputs
+from tests.tools.programs import ROOT
 
 README = ROOT / "README.md"
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

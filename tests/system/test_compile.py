@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import subprocess
 import sys
 import threading
 
@@ -14,6 +13,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering.torch_internals import frames, inductor
 from tests.tools import toy_rewrite
 from tests.tools.compiling import graphs_compiled_anew
+from tests.tools.programs import printed_by
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
 inductor_config = inductor.inductor_config
@@ -208,7 +208,7 @@ def test_backend_called_by_another():
     assert run(torch.compile(tanh_layer, backend=backend)) == ["tanh"]
 
 
-def test_entry_point_and_import_register_once():
+def test_entry_point_and_import_register_once(tmp_path):
     """The backend is registered by whichever comes first, the entry point or our import."""
     script = """
 import os, torch, sys
@@ -226,7 +226,7 @@ from moeblaze_ops.compile import moeblaze_backend
 assert backend is moeblaze_backend
 assert not child or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    printed_by("-c", script, folder=tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["inductor", "moeblaze"])

@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, combine):
         super().__init__()
         self.norm = nn.LayerNorm(zoo.D)
-        self.moe = zoo.ModuleListMoE(combine)
+        self.moe = zoo.ModuleListMoE(combine, zoo.GluMLP)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))
@@ -104,7 +104,7 @@ def check_dtensor(x: torch.Tensor) -> None:
     import moeblaze_ops
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    model = zoo.ModuleListMoE(zoo.masked_sum)
+    model = zoo.ModuleListMoE(zoo.masked_sum, zoo.GluMLP)
     wanted = model(x)
     distribute_module(model, mesh)
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)

@@ -2,10 +2,7 @@
 
 import gc
 import logging
-import os
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -20,19 +17,15 @@ from moeblaze_ops import compile as switch
 from moeblaze_ops.explanation import folded, module_name
 from moeblaze_ops.plain_words import first_line, in_plain_words
 from tests.corpus.zoo.blocks import Blocks, Branching, Dense, Guarded
+from tests.tools.programs import printed_by
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(program: str, folder: Path) -> str:
     """What a program prints, in a process of its own in ``folder``."""
     file = folder / "program.py"
     file.write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, file.name], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed_by(file.name, folder=folder)
 
 
 pytestmark = pytest.mark.usefixtures("scratch")

@@ -84,10 +84,10 @@ def test_exported_program_trains():
 
 
 PLAIN = {
-    "masks": lambda: zoo.ModuleListMoE(zoo.masked_sum),
-    "mixtral": lambda: zoo.ModuleListMoE(zoo.loop_mixtral),
-    "mistral": lambda: zoo.ModuleListMoE(zoo.loop_mistral),
-    "nonzero": lambda: zoo.ModuleListMoE(zoo.loop_nonzero),
+    "masks": lambda: zoo.ModuleListMoE(zoo.masked_sum, zoo.GluMLP),
+    "mixtral": lambda: zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP),
+    "mistral": lambda: zoo.ModuleListMoE(zoo.loop_mistral, zoo.GluMLP),
+    "nonzero": lambda: zoo.ModuleListMoE(zoo.loop_nonzero, zoo.GluMLP),
     "sorted": lambda: zoo.StackedMoE(zoo.sorted_transformers, "packed_linear"),
     "batched": lambda: zoo.StackedMoE(zoo.dense_einsum),
     "gathered": lambda: zoo.StackedMoE(zoo.gathered_bmm, "packed_linear"),
@@ -125,7 +125,7 @@ def mixtral_of_columns(self, x, weights, ids):
 
 @pytest.mark.parametrize("combine", [shifted_mixtral, mixtral_of_columns], ids=lambda f: f.__name__)
 def test_other_functions_stay_after_export(combine):
-    model, x = zoo.ModuleListMoE(combine), torch.randn(zoo.D, zoo.D)
+    model, x = zoo.ModuleListMoE(combine, zoo.GluMLP), torch.randn(zoo.D, zoo.D)
     exported = torch.export.export(model, (x,), strict=False).module()
     with rewriting_backend() as backend, switch.recording() as records:
         got = torch.compile(exported, backend=backend)(x)

@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, combine):
         super().__init__()
         self.norm = nn.LayerNorm(zoo.D)
-        self.moe = zoo.ModuleListMoE(combine)
+        self.moe = zoo.ModuleListMoE(combine, zoo.GluMLP)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))

@@ -2,88 +2,38 @@
 
 A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
 blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
-block before it prints. A file that ``torchrun`` runs is only written before; its ranks are forks of a process that has imported
-torch. Files named ``cell_N.py`` run as cells of a notebook do, without a file: a notebook's code cells are such blocks.
+block before it prints. A file that ``torchrun`` runs is only written before. Files named ``cell_N.py`` run as cells of a
+notebook do, without a file: a notebook's code cells are such blocks.
 
     python tests/tools/documents.py README.md docs/*.md docs/*.ipynb    # run the pages and write the real outputs into them
 """
 
-import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.tools.programs import printed_by
 
-RUN_PAGES = """
-import os, runpy, sys, traceback
-import linecache
-import torch._inductor.compile_fx
-import torch.distributed.run as torchrun
+RUN_PAGE = """
+import linecache, sys
+import torch._functorch.config, torch._inductor.config
 
-def launch(arguments):
-    # torchrun itself, but for ranks that are forks of this process.
-    start = torchrun.elastic_launch
-    def start_forks(config, entrypoint):
-        config.start_method = "fork"
-        return start(config, run_rank)
-    torchrun.elastic_launch = start_forks
-    torchrun.main(arguments)
-
-def run_rank(*command):
-    # Each rank would have g++ build the loops that Inductor writes.
-    torch._inductor.config.fallback_by_default = True
-    script = command[-1]
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-    sys.stdout.flush()
-
-def run_page(files):
-    names = {"__name__": "__main__"}
-    for file in files:
-        print("<<<", file, flush=True)
-        with open(file) as opened:
-            source = opened.read()
-        if file.startswith("cell_"):
-            # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
-            file = f"<{file.removesuffix('.py')}>"
-            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-        exec(compile(source, file, "exec"), names)
-        sys.stdout.flush()
-
-for line in sys.stdin:
-    folder, *files = line.rstrip("\\n").split("\\t")
-    child = os.fork()
-    if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.chdir(folder)
-    sys.path[0] = folder
-    sys.argv = files
-    sys.stdin.close()
-    for stream, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    try:
-        launch(files[1:]) if files[:1] == ["torchrun"] else run_page(files)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.exit()
+# A graph out of a cache was not compiled, and the page may be about what was.
+torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+_, *files = sys.argv
+names = {"__name__": "__main__"}
+for file in files:
+    print("<<<", file, flush=True)
+    with open(file) as opened:
+        source = opened.read()
+    if file.startswith("cell_"):
+        # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
+        file = f"<{file.removesuffix('.py')}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
 """
-
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    "OMP_NUM_THREADS": "1",
-    # A graph out of a cache was not compiled, and the page may be about what was.
-    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-}
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<content>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
@@ -144,35 +94,14 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
         if name not in launched:
             files[name] = block
     _install(folder)
-    parts = _run_files([*files], folder).split("<<< ")[1:]
+    parts = printed_by("-c", RUN_PAGE, *files, folder=folder).split("<<< ")[1:]
     for part in parts:
         name, _, output = part.partition("\n")
         printed[files[name].span] = output.replace(f"{folder}/", "")
     for block in blocks(page):
         if block.is_launch:
-            printed[block.span] = _run_files(block.content.split(), folder).replace(f"{folder}/", "")
+            printed[block.span] = printed_by(*block.content.split(), folder=folder).replace(f"{folder}/", "")
     return printed
-
-
-@functools.cache
-def _pages() -> subprocess.Popen:
-    """A process that has imported torch, and a child of which runs each page: the import takes longer than most pages."""
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN_PAGES],
-        env={**os.environ, **ENVIRONMENT},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _run_files(files: list[str], folder: Path) -> str:
-    """What the files print, in one process; or, of ``["torchrun", ...]``, what that command prints."""
-    pages = _pages()
-    print(folder, *files, sep="\t", file=pages.stdin, flush=True)
-    status, (output, errors) = pages.stdout.readline(), ((folder / name).read_text() for name in ("out", "err"))
-    assert status == "0\n", output + errors
-    return output
 
 
 def _install(folder: Path) -> None:
@@ -181,20 +110,6 @@ def _install(folder: Path) -> None:
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moeblaze\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text("[torch_dynamo_backends]\nmoeblaze = moeblaze_ops.compile:moeblaze_backend\n")
-
-
-def run(arguments: list[str], folder: Path) -> str:
-    """What Python prints with these arguments, in ``folder``."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def replaced_functions() -> str:

@@ -140,6 +140,11 @@ STACKED = (
 BY_NAME = {entry[0].__name__: entry for entry in STACKED}
 
 
+def separate(combine, **options) -> ModuleListMoE:
+    """The layer of a spelling in ``SEPARATE``, with experts that hold no more than it reads."""
+    return ModuleListMoE(combine, GluMLP if combine.__name__ == "dense_modules" else BareMLP, **options)
+
+
 def stacked(name: str, **options) -> StackedMoE:
     """The layer of a spelling in ``STACKED``."""
     function, storage, bias = BY_NAME[name]

@@ -64,9 +64,9 @@ class BareMLP(nn.Module):
 
 
 class ModuleListMoE(nn.Module):
-    """Separate experts and one function that runs and combines them."""
+    """Separate experts, bare ones unless another is named, and one function that runs and combines them."""
 
-    def __init__(self, combine, expert=GluMLP, E: int = E, K: int = K, **router):
+    def __init__(self, combine, expert=BareMLP, E: int = E, K: int = K, **router):
         super().__init__()
         self.router = Router(E, K, **router)
         self.experts = nn.ModuleList(expert() for _ in range(E))

@@ -15,7 +15,7 @@ class Scaled(zoo.ModuleListMoE):
     """Every token on every expert, with a number at one place."""
 
     def __init__(self, number: float, **places):
-        super().__init__(self.run)
+        super().__init__(self.run, zoo.GluMLP)
         self.number, self.places = number, places
 
     def run(self, _, x, weights, ids):
@@ -87,7 +87,7 @@ class Between(zoo.ModuleListMoE):
     """Every token on every expert, with a function of the pre-activations and of two numbers."""
 
     def __init__(self, function):
-        super().__init__(self.run)
+        super().__init__(self.run, zoo.GluMLP)
         self.function, self.a, self.b = function, 0.75, 0.75
 
     def run(self, _, x, weights, ids):

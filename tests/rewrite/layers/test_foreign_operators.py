@@ -225,7 +225,7 @@ _foreign_in: Counter[str] = Counter()
 def test_no_foreign_operator_is_ever_replaced(spelling):
     torch.manual_seed(0)
     name = spelling.__name__
-    gm = _captured(zoo.stacked(name) if name in zoo.BY_NAME else zoo.ModuleListMoE(spelling))
+    gm = _captured(zoo.stacked(name) if name in zoo.BY_NAME else zoo.separate(spelling))
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
     others = ("", "sym_size", "_assert_scalar", "zeros")  # a buffer of which all is written may go
     names = [name for name in dict.fromkeys(target_name(node) for node in calls) if name not in others]

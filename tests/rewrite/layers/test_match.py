@@ -155,7 +155,7 @@ def test_results_that_nobody_reads_are_no_users(name):
             out += y * (weights * (ids == e)).sum(-1, keepdim=True)
         return out
 
-    backend = rewrite_of(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D))
+    backend = rewrite_of(zoo.ModuleListMoE(combine, zoo.GluMLP), torch.randn(10, zoo.D))
     assert backend.reasons == (["EXTRA_USER"] if name == "random numbers" else [])
 
 

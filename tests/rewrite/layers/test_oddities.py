@@ -184,7 +184,7 @@ def rewritten_layers(layer: nn.Module) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_eager(name):
     combine, change, expected = CASES[name]
-    layer = zoo.ModuleListMoE(combine)
+    layer = zoo.ModuleListMoE(combine, zoo.GluMLP)
     if change is not None:
         change(layer)
     assert rewritten_layers(layer) == expected

@@ -99,7 +99,7 @@ def test_two_layers():
 def test_explained():
     layer = corpus.Layer(corpus.dense, ("identity", "constant", "identity"))
     (found,) = moeblaze_ops.explain(layer, torch.randn(9, zoo.D)).candidates
-    assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts, 1 constant expert"
+    assert found.became == "expert_up(relu) -> expert_down -> 2 identity experts, 1 constant expert"
 
 
 def test_terms_without_experts_behind_a_layer_hide_none_of_it():
@@ -118,13 +118,13 @@ def test_terms_without_experts_behind_a_layer_hide_none_of_it():
 
 def test_experts_behind_the_others_are_counted():
     (found,) = moeblaze_ops.explain(corpus.Layer(corpus.loop, ("identity",) * 2), torch.randn(9, zoo.D)).candidates
-    assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts"
+    assert found.became == "expert_up(relu) -> expert_down -> 2 identity experts"
 
 
 def test_ids_without_an_expert_are_named():
     layer = corpus.Layer(corpus.dense, ("zero", "zero", "identity"), "mixed")
     (found,) = moeblaze_ops.explain(layer, torch.randn(9, zoo.D)).candidates
-    assert found.became == "expert_up(swiglu) -> expert_down -> 1 identity expert, none for ids 0, 3"
+    assert found.became == "expert_up(relu) -> expert_down -> 1 identity expert, none for ids 0, 3"
 
 
 def test_low_precision():
@@ -143,7 +143,7 @@ class Stacked(nn.Module):
     def __init__(self, combine):
         super().__init__()
         self.router, self.norm = zoo.Router(zoo.E + corpus.Z, 3), nn.RMSNorm(zoo.D)
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(zoo.E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(zoo.E))
         self.gate_up = nn.Parameter(torch.randn(zoo.E + corpus.Z, 2 * zoo.FF, zoo.D) * 0.2)
         self.down = nn.Parameter(torch.randn(zoo.E, zoo.D, zoo.FF) * 0.2)
         self.vectors = nn.Parameter(torch.randn(corpus.Z, zoo.D))
@@ -375,9 +375,9 @@ def test_by_hand():
     """As ``docs/routing.md`` shows it."""
     layer, x = corpus.Layer(lambda self, *routed: routed, ("identity", "identity", "constant")), torch.randn(20, zoo.D)
     x, weights, ids = layer(x)
-    w_up, w_gate, w_down = (torch.stack([getattr(e, name).weight for e in layer.experts[: zoo.E]]) for name in ("w3", "w1", "w2"))
+    w_up, w_down = (torch.stack([getattr(e, name) for e in layer.experts[: zoo.E]]) for name in ("up", "down"))
     experts, constant = ids.masked_fill(ids >= zoo.E, -1), ids == zoo.E + 2
-    out = moeblaze_ops.moe(x, weights, experts, w_up, w_down, w_gate=w_gate)
+    out = moeblaze_ops.moe(x, weights, experts, w_up, w_down, activation="relu")
     out = out + x * weights.masked_fill((ids < zoo.E) | constant, 0).sum(-1, keepdim=True)
     out = out + layer.experts[-1].vector * weights.masked_fill(~constant, 0).sum(-1, keepdim=True)
     torch.testing.assert_close(out, corpus.loop(layer, x, weights, ids))

@@ -25,7 +25,6 @@ def compiled_step(layer, dout, weight_on="output"):
 
 
 @pytest.mark.parametrize("activation, bias, case", [
-    ("swiglu", False, "unused_slots"),
     ("gelu", True, "ragged_tail"),
     ("relu2", False, "empty_expert"),
     ("swiglu_clamped", True, "unused_slots"),

@@ -338,7 +338,7 @@ def toy():
     """An op whose launcher mixes a mutating custom op, as the Hopper kernels come, and a Triton kernel."""
     triton = pytest.importorskip("triton")
     from moeblaze_ops.lowering.inductor.lower_ops import register_traced_lowering
-    from tests.tools import toy_kernels
+    from tests.kernels import toy_kernels
 
     library = torch.library.Library("moeblaze_tests", "FRAGMENT")
     tags = (torch.Tag.needs_exact_strides,)

@@ -139,7 +139,7 @@ def test_ranges_of_rows_in_backward(fp64, monkeypatch, name):
 
 def test_more_tokens_than_a_chunk_for_separate_experts(chunks_of_1024, monkeypatch):
     monkeypatch.setattr(config, "keep", "input")
-    layer = zoo.ModuleListMoE(zoo.loop_mixtral)
+    layer = zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP)
     assert _chunked(check_against_eager(layer, torch.randn(2, 600, zoo.D)))
 
 

@@ -27,7 +27,7 @@ def test_separate_experts(fp64, combine):
     flat = combine is zoo.masked_stack_einsum  # that one is written for [T, D]
     x = torch.randn(zoo.D, 10).t() if flat else _sequence_first()
     with changed_matches.matches() as matches:
-        assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), x, aot=True, same_strides=True))
+        assert_replaced(check_against_eager(zoo.ModuleListMoE(combine, zoo.GluMLP), x, aot=True, same_strides=True))
     changed_matches.assert_changes_are_refused(*matches[0])
 
 
@@ -42,7 +42,7 @@ def test_separate_experts(fp64, combine):
     ids=lambda f: getattr(f, "__name__", None),
 )  # fmt: skip
 def test_few_rows(fp64, combine, num_tokens, top_k):
-    layer = zoo.ModuleListMoE(combine, K=top_k)
+    layer = zoo.ModuleListMoE(combine, zoo.GluMLP, K=top_k)
     backend = check_against_eager(layer, torch.randn(num_tokens, zoo.D))
     assert len(backend.rewritten) == 1 and not backend.reasons
     if combine is not zoo.nonzero_stored:  # scores of one token are read as they were scattered

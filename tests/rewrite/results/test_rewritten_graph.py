@@ -14,7 +14,7 @@ from tests.tools.rewrite_harness import rewrite_of
 
 
 def test_second_rewrite_finds_nothing(fp64):
-    backend = rewrite_of(zoo.ModuleListMoE(zoo.loop_mixtral), torch.randn(10, zoo.D))
+    backend = rewrite_of(zoo.ModuleListMoE(zoo.loop_mixtral, zoo.GluMLP), torch.randn(10, zoo.D))
     (gm,) = backend.modules
     before = str(gm.graph)
     assert rewrite_graph(gm).candidates == [] and str(gm.graph) == before

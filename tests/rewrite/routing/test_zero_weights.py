@@ -14,7 +14,7 @@ class _Layer(nn.Module):
 
     def __init__(self, combine, choose):
         super().__init__()
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(zoo.E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(zoo.E))
         self.gate = nn.Linear(zoo.D, zoo.E, bias=False)
         self.combine, self.choose = combine, choose
 

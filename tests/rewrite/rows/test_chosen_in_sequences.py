@@ -20,7 +20,7 @@ class Layer(nn.Module):
         super().__init__()
         self.spelling = spelling
         self.gate = nn.Linear(zoo.D, zoo.E)
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(zoo.E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(zoo.E))
         self.up = nn.Parameter(torch.randn(zoo.E, zoo.D, zoo.FF) * 0.2)
         self.down = nn.Parameter(torch.randn(zoo.E, zoo.FF, zoo.D) * 0.2)
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from moeblaze_ops import compile as switch
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from tests.corpus.zoo.catalogue import BareMLP, D
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
-D, H, E, C = 6, 10, 4, 5
+E, C = 4, 5
 
 SORTED = """
 slots = ids.flatten()
@@ -73,7 +74,7 @@ class Layer(nn.Module):
     def __init__(self, changes, K):
         super().__init__()
         self.router, self.K = nn.Linear(D, E, bias=False), K
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(E))
+        self.experts = nn.ModuleList(BareMLP() for _ in range(E))
         lines = SORTED
         for change in changes:
             assert lines.count(change[0]) == 1, change

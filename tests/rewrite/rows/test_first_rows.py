@@ -297,8 +297,7 @@ TWINS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", TWINS, ids=lambda rows: rows.__name__)
-@pytest.mark.parametrize("seed", [1, 5])
+@pytest.mark.parametrize(("rows", "seed"), [*zip(TWINS, (1, 5) * len(TWINS), strict=False)])
 def test_twin_is_left_alone(rows, seed):
     torch.manual_seed(seed)
     assert layers_of(Layer(rows).double(), torch.randn(T, D, dtype=torch.float64)) == 0

@@ -22,7 +22,7 @@ class Sequences(nn.Module):
         super().__init__()
         self.combine, self.axis = combine, axis
         self.gate = nn.Linear(zoo.D, experts, bias=False)
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(experts))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(experts))
 
     def forward(self, x):
         return self.combine(self, x, self.gate(x.sum(self.axis)).softmax(-1))

@@ -60,7 +60,7 @@ class Layer(nn.Module):
         super().__init__()
         self.loss, self.early = loss, early
         self.gate = nn.Linear(zoo.D, E)
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(E))
 
     def forward(self, x):
         logits = self.gate(x)
@@ -88,7 +88,7 @@ class Counting(nn.Module):
         super().__init__()
         self.early = early
         self.gate = nn.Linear(zoo.D, E)
-        self.experts = nn.ModuleList(zoo.GluMLP() for _ in range(E))
+        self.experts = nn.ModuleList(zoo.BareMLP() for _ in range(E))
         self.register_buffer("bias", torch.zeros(E))
 
     @torch.no_grad()

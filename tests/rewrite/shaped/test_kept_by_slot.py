@@ -113,21 +113,24 @@ def check(gate, C, shape=(2, 7), K=2, bias=False, seed=0):
     return len(check_against_eager(layer, x).rewritten)
 
 
-@pytest.mark.parametrize("C", (3, 7, 28))
-@pytest.mark.parametrize("name", SPELLINGS)
+# Each gate's own spelling with every capacity, and others with one.
+CAPACITIES = (3, 7, 28)
+OF_EACH = [(name, C) for n, name in enumerate(SPELLINGS) for C in ((CAPACITIES[n % 3],) if " " in name else CAPACITIES)]
+
+
+@pytest.mark.parametrize(("name", "C"), OF_EACH)
 def test_each_slot_is_kept_or_dropped(name, C):
     assert check(changed(*SPELLINGS[name]), C, bias=C == 7, seed=C) == 1
 
 
-@pytest.mark.parametrize("K", (1, 3))
-@pytest.mark.parametrize("shape", ((11,), (1, 5), (3, 1, 4)))
+@pytest.mark.parametrize(("shape", "K"), [((11,), 3), ((1, 5), 1), ((3, 1, 4), 3)])
 def test_other_numbers_of_slots_and_axes(shape, K):
     assert check(NANO, 4, shape, K, seed=K) == 1
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_twins_are_left_alone_or_right(name):
-    for C in (4, 14):
+    for C in (4, 14) if "rank < C" in TWINS[name] else (4,):
         try:
             check(changed(*TWINS[name]), C, seed=C)
         except RuntimeError as error:

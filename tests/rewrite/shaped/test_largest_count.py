@@ -69,12 +69,9 @@ _CAPACITIES = {
     "at_most_fewer": "min(counts.max(), torch.tensor(4))",
     "at_least": "max(counts.max(), torch.tensor(7)) - 1",
     "of_some_experts": "counts[:-1].max()",
-    "of_some_tokens": "mask[: len(mask) // 2].sum(0).max()",
     "of_tokens": "mask.sum(1).max()",
     "of_other_experts": "(mask & (gates > 0.3)).sum(0).max()",
-    "mean": "counts.sum() // 4",
     "rounded_down": "torch.floor(counts.max() / 2).mul(2).long()",
-    "half": "torch.ceil(counts.max() / 2).long()",
 }
 NEAR_MISSES = [changed(of_a_mask, _COMPARED, (_ROUNDED, new), name=name) for name, new in _CAPACITIES.items()]
 NEAR_MISSES += [

@@ -188,7 +188,7 @@ def test_tokens_that_chose_no_expert_go_to_another_with_a_weight_of_zero(fp64, m
     monkeypatch.setattr(sys.modules[__name__], "WORLD", E + 1)
     monkeypatch.setattr(sys.modules[__name__], "K", top_k)
     layer, x = Looped(partial(skipped, **changed)), torch.randn(T, D)
-    for rows in (x, x[:1], x[:1].expand(4, D)):
+    for rows in (x, x[:1], x[:1].expand(4, D)) if not changed or "at" in changed else (x,):
         torch._dynamo.reset()
         with switch.recording() as records, rewriting_backend() as backend:
             compiled = torch.compile(layer, backend=backend)

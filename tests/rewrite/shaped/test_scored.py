@@ -16,7 +16,7 @@ ROOM = 3
 class Layer(nn.Module):
     """``spelling`` gets the layer, the tokens and the logits."""
 
-    def __init__(self, spelling, expert=zoo.GluMLP, scale: float = 1.0):
+    def __init__(self, spelling, expert=zoo.BareMLP, scale: float = 1.0):
         super().__init__()
         self.spelling, self.scale = spelling, scale
         self.gate = nn.Linear(zoo.D, zoo.E)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from moeblaze_ops import compile as switch
+from tests.corpus.zoo.catalogue import BareMLP, D
 from tests.tools.rewrite_harness import check_against_eager, rewriting_backend, rewritten_in
 
-D, H, E, K = 6, 10, 4, 2
+E, K = 4, 2
 
 MEGATRON = """
 scores, ids = logits.topk(K, dim=1)
@@ -63,7 +64,7 @@ class Layer(nn.Module):
     def __init__(self, gate):
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(E))
+        self.experts = nn.ModuleList(BareMLP() for _ in range(E))
         namespace = {"torch": torch, "E": E, "K": K}
         lines = "".join(f"    {line}\n" for line in gate.strip().splitlines())
         exec(f"def routed(logits, T):\n{lines}    return token, share, counts", namespace)
@@ -110,7 +111,7 @@ def check(change=(), T=13, ties=(False,), spoilt=None):
                 layer.router.weight.data[2:] = -5 * layer.router.weight.data[:2].abs()
                 z = z.abs()
             if spoilt is not None:
-                x[3], layer.experts[-1][0].weight.data[0] = spoilt, spoilt
+                x[3], layer.experts[-1].up.data[0] = spoilt, spoilt
             try:
                 actual = _trained(layer, run, x, z)
             except (RuntimeError, IndexError):

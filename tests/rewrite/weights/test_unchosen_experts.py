@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.corpus.zoo.modules import ModuleListMoE, Router
+from tests.corpus.zoo.modules import Router
 from tests.tools.rewrite_harness import check_against_eager
 
 CHOSEN = zoo.E - 2
@@ -12,7 +12,7 @@ CHOSEN = zoo.E - 2
 
 def padded(combine, **options):
     """The last two experts are there, and nobody can choose them."""
-    layer = ModuleListMoE(combine, **options)
+    layer = zoo.separate(combine, **options)
     layer.router = Router(CHOSEN, zoo.K)
     return layer
 

@@ -18,7 +18,7 @@ from moeblaze_ops import config
 from moeblaze_ops.distributed import clip_grad_norm_
 from tests.system.reported.test_known_failures import THREADS, D, E, K, Masked, Stacked, T, reported
 from tests.tools import sharded_layers
-from tests.tools.documents import ROOT
+from tests.tools.programs import ROOT
 from tests.tools.ranks import assert_passed, run_checks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
