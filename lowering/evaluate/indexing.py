@@ -5,19 +5,17 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations
+from collections.abc import Callable, Iterator
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.evaluate.runs import RunRules
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
-from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_hidden, key_and_number, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_below, is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, may_be_negative, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
 
 
@@ -195,35 +193,23 @@ class IndexingRules(RunRules):
             free += [other] if other.kind == "var" else []
         stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
         hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
-        apart = free == rows and len(rows) == 1 and len(keys) == 2
-        apart = apart and self.key_of_places(rows[0], keys, sizes, factors_of(kept)) is not None
+        counts = any(True for _ in subexpressions(hits, lambda e: e.kind == "prefix"))
+        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows[0], hits)
+        apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
 
-    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size], marks: Sequence[Expr] = ()) -> int | None:
-        """Which of two keys counts the rows of the other up to each row, where there is a place for all that have the marks.
+    def _are_apart(self, row: Expr, hits: Expr) -> bool:
+        """True if of the rows that hit an index there is one: no other has what it is compared with.
 
-            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       the second one, of as many places as rows
-            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids]] = x           none, of so many: the last row has none
-            buffer[ids, rows % capacity] = x                                none
+            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       they are apart
+            buffer[ids, rows % capacity] = x                                they may not be
         """
-        for (_, key), (number, place) in permutations(enumerate(keys)):
-            if self.algebra.counts_own(row, key, place):
-                before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
-                ends = [before + most + 1 for most in (row.args[1], self._most_of_one_key(row, key))]
-                places = sizes[number]
-                there = any(is_at_most(end, places) for end in ends) or any(is_below(m, place, places) for m in marks)
-                return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
-        return None
-
-    def _most_of_one_key(self, row: Expr, key: Expr) -> Size:
-        """An upper bound of how many rows have the same key: one of each token, where its slots differ."""
-        slot = next(iter(subexpressions(key, lambda e: e.kind in ("div", "mod") and e.args[0] is row)), None)
-        if slot is None or (tokens := exact_quotient(row.args[1], slot.args[1])) is None:
-            return row.args[1]
-        token = self.algebra.fresh((key,), tokens)
-        of_token = self.algebra.fresh((key, token), slot.args[1])
-        own = self.algebra.substitute(key, {row: self.algebra.linear(0, [(slot.args[1], token), (1, of_token)])})
-        return tokens if are_distinct(self.algebra, own, of_token) else row.args[1]
+        other = {row: self.algebra.fresh((row, hits), row.args[1])}
+        keys = {f: [side for side in f.args if row in side.free] for f in factors_of(hits) if f.kind == "eq"}
+        same = {f: self.algebra.eq(own[0], self.algebra.substitute(own[0], other)) for f, own in keys.items() if len(own) == 1}
+        met = self.algebra.sum(row, self.algebra.mul(*(same.get(f, f) for f in factors_of(hits))))
+        marks = [self.algebra.substitute(f, other) for f in factors_of(hits)]
+        return self.algebra.beside(met, marks) is self.algebra.one
 
     def _of_all_elements(
         self,

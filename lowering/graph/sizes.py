@@ -51,3 +51,13 @@ def _expanded(size: Size) -> sympy.Expr:
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def exact_quotient(number: Size, size: Size) -> Size | None:
+    """``number / size`` where that is known to be whole."""
+    if isinstance(number, int) and isinstance(size, int):
+        return number // size if number % size == 0 else None
+    ratio = sympy.cancel(sympy.sympify(number) / sympy.sympify(size))
+    if sympy.denom(ratio) != 1:
+        return None
+    return int(ratio) if ratio.is_Integer else ratio

@@ -58,11 +58,11 @@ class TooLarge(Exception):
 class Expr:
     """One interned expression; compare with ``is``."""
 
-    __slots__ = ("args", "children", "free", "has_dot", "height", "kind", "least", "mentioned", "uid")
+    __slots__ = ("args", "children", "free", "has_dot", "height", "kind", "mentioned", "own", "uid")
 
     def __init__(self, kind: str, args: tuple, uid: int):
         self.kind, self.args, self.uid = kind, args, uid
-        self.least = 0  # of a sum of numbers that are not negative
+        self.own: Expr | None = None  # what a count up to a row counts of that row itself
         parts = _parts(args)
         bound = frozenset(parts[:1]) if kind in BINDERS else frozenset()
         # A substitution reaches what ``distinct`` is of, on which its value does not depend.

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from moeblaze_ops.lowering.graph.sizes import Size, is_at_most
+from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient, is_at_most
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, complement_of, factors_of
 
 
@@ -29,8 +29,35 @@ def holds_count(dtype: torch.dtype, count: Expr) -> bool:
 def most_counted(count: Expr) -> Size:
     """An upper bound of a count."""
     if count.kind in ("sum", "prefix") and not is_indicator(count):
-        return count.args[0].args[1] * most_counted(count.args[1])
+        row, body = count.args[:2]
+        rows = [row.args[1], *(most for f in factors_of(body) if (most := _most_marked(f, row)) is not None)]
+        return min((n for n in rows if isinstance(n, int)), default=rows[-1]) * most_counted(body)
     return math.prod(map(most_counted, count.args)) if count.kind == "mul" else 1
+
+
+def _most_marked(mark: Expr, row: Expr) -> Size | None:
+    """How many rows a mark is 1 for at most: of which each is named by a number, or by a token that has an id once.
+
+        torch.zeros_like(scores).scatter(0, scores.topk(capacity, dim=0).indices, 1)        capacity
+        scores.topk(K).indices.flatten() == e                                               as many as tokens
+    """
+    if mark.kind in ("sum", "any") and is_indicator(mark):
+        hits = [f.args for f in factors_of(mark.args[1]) if f.kind == "eq" and row in f.args]
+        return mark.args[0].args[1] if any(row not in side.free for own in hits for side in own if side is not row) else None
+    for ids, other in (mark.args, mark.args[::-1]) if mark.kind == "eq" else ():
+        slot = slot_of(ids)
+        if slot is not None and slot.kind in ("div", "mod") and slot.args[0] is row and row not in other.free:
+            others = [i for i in ids.args[1] if row in i.free]
+            others.remove(slot)
+            if all(i is not slot and i.args == slot.args for i in others):
+                return slot.args[1] if slot.kind == "div" else exact_quotient(row.args[1], slot.args[1])
+    return None
+
+
+def slot_of(e: Expr) -> Expr | None:
+    """The slot of an id, of which each has another id."""
+    axis = e.args[0].choices_along if e.kind == "leaf" and 0 not in e.args[0].shape else None
+    return None if axis is None else e.args[1][axis]
 
 
 _ORDERS = frozenset(("lt", "le", "gt", "ge"))

@@ -9,7 +9,7 @@ from itertools import accumulate, permutations
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
-from moeblaze_ops.lowering.graph.sizes import Size, is_at_most, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient, is_at_most, same_size, size_of
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
@@ -26,9 +26,9 @@ from moeblaze_ops.lowering.index_notation.expr import (
     split_number,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, slot_of
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import exact_quotient, extent, is_whole, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import extent, is_whole, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -78,10 +78,12 @@ class Algebra:
 
     extent = staticmethod(extent)
 
-    def fits(self, e: Expr, size: Size) -> bool:
-        """True if a non-negative index expression stays below ``size``."""
-        bound = self.extent(e)
-        return bound is not None and is_at_most(bound, size)
+    def fits(self, e: Expr, size: Size, marks: Collection[Expr] = ()) -> bool:
+        """True if an index expression is from 0 on and stays below ``size``, where all marks are 1."""
+        floors = dict.fromkeys(marks, 1)
+        bound = self.extent(e, floors)
+        below = any(is_below(mark, e, size) for mark in marks) and never_negative(e, floors)
+        return below or (bound is not None and is_at_most(bound, size))
 
     def linear(self, constant: Size, terms: Iterable[tuple[Size, Expr]]) -> Expr:
         """``constant + sum(coefficient * expr)`` over integers."""
@@ -232,7 +234,9 @@ class Algebra:
 
     def beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
         """``e`` where all marks are 1: of p.clamp(max=C - 1), p * (p < C) and torch.where(p < C, p, 0) it is p."""
-        e = self.substitute(e, dict.fromkeys(marks, self.one))
+        told = dict.fromkeys(marks, self.one)
+        e = self._with(self.substitute(e, told), lambda s: self._only_counted(*self.open(s), marks) if s.kind == "sum" else None)
+        e = self.substitute(e, told)
         known: dict[Expr, Expr] = {}
         for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp"):
             (number,), (lower, upper) = clamp.args[1:]
@@ -286,7 +290,7 @@ class Algebra:
         """The sum over ``var``; factors free of ``var`` stand outside."""
         if var.kind == "const":
             return body
-        body = self._as_counted(var, self._without_permutation(var, body))
+        body = self._without_permutation(var, body)
         if (only := self.only_terms(var, body, of_numbers=body.has_dot)) is not None:
             return self.sum(*only)
         if (counted := self._only_counted(var, body)) is not None:
@@ -324,59 +328,27 @@ class Algebra:
             other = self.fresh((body,), count if own.kind == "mod" else size)
             place = self.linear(0, [(size, other), (1, index)] if own.kind == "mod" else [(size, index), (1, other)])
             place = place if order is None else self.inverse(order, place)
-            rest = self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: place})
-            return other, rest
+            told = [f for f in factors if f.kind == "distinct" and f.args[1] is var is slot_of(f.args[0])]
+            return other, self.substitute(self.mul(*(f for f in factors if f is not hit and f not in told)), {var: place})
         return None
 
-    def _as_counted(self, var: Expr, body: Expr) -> Expr:
-        """Take the summed rows in the order in which a running count has them.
+    def _only_counted(self, var: Expr, body: Expr, known: Collection[Expr] = ()) -> Expr | None:
+        """What is left of the sum of a product with ``count(var) == count(n)``, of the same, if each counts its own row.
 
-            sum over n of f(n // K, n % K, count(T (n % K) + n // K))       slots of tokens, first slots first
+        They are the same row. The marks ``known`` are 1.
         """
-        end = next((count.args[2] for count in subexpressions(body, lambda e: e.kind == "prefix", over=var)), var)
-        token = next(subexpressions(end, lambda e: e.kind == "div" and e.args[0] is var and e.args[1] != 0), None)
-        T = None if token is None else exact_quotient(var.args[1], token.args[1])
-        if T is None:
-            return body
-        orders = (self.leaf(e.args[0], (self.mod(var, T),)) for e in subexpressions(end, lambda e: e.kind == "inverse"))
-        row = self.linear(0, [(token.args[1], next(orders, self.mod(var, T))), (1, self.div(var, T))])
-        is_once = self.substitute(end, {var: row}) is var and self.fits(row, var.args[1])  # each of them is at one row
-        return self.substitute(body, {var: row}) if is_once else body
-
-    def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
-        """True if the place of a row counts the rows up to it that have its key: rows of one key have different places."""
-        count = place.args[1][0][1] if place.kind == "linear" and len(place.args[1]) == 1 else place
-        if row.kind != "var" or count.kind != "prefix":
-            return False
-        before, body = self.open(count)
-        return row in key.free and count.args[2] is row and body is self.eq(self.substitute(key, {row: before}), key)
-
-    def _only_counted(self, var: Expr, body: Expr) -> Expr | None:
-        """What is left of the sum over the rows of a product with ``key(var) == key(n)`` and ``place(var) == place(n)``."""
         factors = factors_of(body)
-        hits = [(f, own, other) for f in factors if f.kind == "eq" for own, other in (f.args, f.args[::-1])]
-        hits = [(f, own, other) for f, own, other in hits if var in own.free and var not in other.free]
-        for place_hit, place, at in hits:
-            count = at.args[1][0][1] if at.kind == "linear" else at
-            if count.kind != "prefix" or count.args[2].height or not self.fits(count.args[2], var.args[1]):
+        marks = [*known, *factors]
+        for f in factors:
+            counts = f.args if f.kind == "eq" and var in f.free else (body, body)
+            if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in counts):
                 continue
-            row = {var: count.args[2]}
-            for key_hit, key, known in hits:
-                if self.counts_own(var, key, place) and self.substitute(place, row) is at and self.substitute(key, row) is known:
-                    return self.substitute(self.mul(*(f for f in factors if f not in (place_hit, key_hit))), row)
+            hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
+            numbers = {own: n for own, n in hits if is_whole(own) and (var in own.free or n.kind == "const")}
+            first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in counts)
+            if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
+                return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
         return None
-
-    def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
-        """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
-
-        def own(e: Expr) -> Expr | None:
-            var, body = self.open(e) if e.kind == "sum" else (e, e)
-            at = {f: other for f in factors_of(body) if f.kind == "eq" for n, other in (f.args, f.args[::-1]) if n is number}
-            places = [side for f in factors_of(body) if f.kind == "eq" for side in f.args]
-            known = any(self.counts_own(var, other, place) for other in at.values() for place in places)
-            return self.sum(var, self.mul(*(self.eq(key, at[f]) if f in at else f for f in factors_of(body)))) if known else None
-
-        return self._with(e, own)
 
     def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
         """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
@@ -407,7 +379,8 @@ class Algebra:
         if upto.kind == "linear" and upto.args[0] == -1 and is_whole(body) and self.fits(row, var.args[1]):
             return self.linear(0, [(1, self.prefix(var, body, row)), (-1, self.substitute(body, {var: row}))])
         count = self._close("prefix", var, body, upto)
-        count.least = int(self.fits(upto, var.args[1]) and self.substitute(body, {var: upto}) is self.one)
+        if self.fits(upto, var.args[1]) and is_count(body):
+            count.own = self.substitute(body, {var: upto})
         return count
 
     def _close(self, kind: str, var: Expr, body: Expr, *rest: Expr) -> Expr:
@@ -440,7 +413,12 @@ class Algebra:
             return self.one
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
-        if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b)) is not None:
+        slots = (slot_of(a), slot_of(b)) if a.args[0] is b.args[0] else (None, None)
+        if None not in slots and [pair for pair in zip(a.args[1], b.args[1], strict=True) if pair[0] is not pair[1]] == [slots]:
+            return self.eq(*slots)
+        if a.kind == b.kind == "inverse" and a.args[0] is b.args[0]:
+            return self.eq(a.args[1], b.args[1])
+        if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved
         for number, index in ((a, b), (b, a)):
             if number is self.zero and index.kind == "call" and index.args[0] in ("xor", "abs"):
@@ -452,7 +430,7 @@ class Algebra:
 
     def _solved(self, a: Expr, b: Expr) -> Expr | None:
         """``a = b`` without what both sides have, if one integer or two are left: ``ids - 2 = 0`` is ``ids = 2``."""
-        if not (is_integer(a) and is_integer(b)):
+        if not (is_whole(a) and is_whole(b)):
             return None
         difference = self.linear(0, [(1, a), (-1, b)])
         if difference.kind != "linear":
@@ -464,6 +442,14 @@ class Algebra:
             return self.zero if constant % scale else self.eq(atom, self.const(-constant // scale))
         if constant == 0 and len(others) == 1 and others[0][0] == -scale:
             return self.eq(atom, others[0][1])
+        return None
+
+    def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
+        """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
+        for size, _ in (*a.args[1], *b.args[1]) if a.kind == b.kind == "linear" else ():
+            split = self._split(a, size), self._split(b, size)
+            if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
+                return self.mul(*(self.eq(*pair) for pair in digits))
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:

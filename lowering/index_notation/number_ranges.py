@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
-from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient
 from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integer, left_out
@@ -28,7 +28,7 @@ Floors = Mapping[Expr, float]
 """Expressions that are no less than a number."""
 
 
-def extent(e: Expr) -> Size | None:
+def extent(e: Expr, floors: Floors = MappingProxyType({})) -> Size | None:
     """An exclusive upper bound of a non-negative index expression, or None when there is none."""
     args = e.args
     match e.kind:
@@ -53,7 +53,7 @@ def extent(e: Expr) -> Size | None:
             return args[0].shape[0]
         case "leaf":
             return args[0].bound
-        case "linear" if never_negative(e):
+        case "linear" if never_negative(e, floors):
             end = 1 - _least_sum(-args[0], ((-coefficient, atom) for coefficient, atom in args[1]))
             return None if end == math.inf else int(end) if getattr(end, "is_Integer", True) else sympy.expand(end)
     return None
@@ -80,7 +80,7 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         case "cast":
             return _least(e.args[1], floors)
         case "sum" | "prefix" if _least(e.args[1], floors) >= 0:
-            return e.least
+            return 0 if e.own is None else _least(e.own, floors)
         case "add":
             return sum(_least(term, floors) for term in e.args)
         case "mul":
@@ -132,13 +132,15 @@ def _floors(mask: Expr, holds: bool) -> Floors:
 def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
     told = [interval for factor in factors if (interval := interval_of(factor)) is not None]
     if hold:
-        return {atom: first for atom, first, end in told if end == math.inf}
+        return dict.fromkeys(filter(is_indicator, factors), 1) | {atom: first for atom, first, end in told if end == math.inf}
     return {atom: end for atom, first, end in told if first == -math.inf and len(factors) == 1}
 
 
 def _least_product(number: float, factors: Sequence[Expr], floors: Floors) -> float:
     if number >= 0:
-        return 0 if all(_least(f, floors) >= 0 for f in factors) else -math.inf
+        told = {**floors, **dict.fromkeys(filter(is_indicator, factors), 1)}  # where one of them is 0 so is the product
+        known = all(_least(f, told) >= 0 for f in factors)
+        return number * math.prod(max(0, _least(f, floors)) for f in factors) if known else -math.inf
     return number if all(map(is_indicator, factors)) else -math.inf
 
 
@@ -149,16 +151,6 @@ def _is_trusted(value: Value) -> bool:
         return all(map(_is_trusted, value.args[0]))
     holds_others = value.op in ELEMENTS_OF_FIRST or value.op == "cast"
     return holds_others and not value.dtype.is_floating_point and _is_trusted(value.args[0])
-
-
-def exact_quotient(number: Size, size: Size) -> Size | None:
-    """``number / size`` where that is known to be whole."""
-    if isinstance(number, int) and isinstance(size, int):
-        return number // size if number % size == 0 else None
-    ratio = sympy.cancel(sympy.sympify(number) / sympy.sympify(size))
-    if sympy.denom(ratio) != 1:
-        return None
-    return int(ratio) if ratio.is_Integer else ratio
 
 
 def may_be_negative(number: Size) -> bool:

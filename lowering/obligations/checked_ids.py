@@ -55,11 +55,10 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
         read = [(index, end) for index, end in _read(node, name, groups) if isinstance(index, fx.Node)]
         values = [view.value_at(index, view.position[node]) for index, _ in read]
         elements = [evaluator.try_element(value) if isinstance(value, Value) else None for value in values]
-        places = _number_of_places(evaluator, values, elements, [end for _, end in read])
-        for number, ((index, end), value, element) in enumerate(zip(read, values, elements, strict=True)):
+        for (index, end), value, element in zip(read, values, elements, strict=True):
             if not isinstance(end, int | None) or not _is_of_ids(index) or not isinstance(value, Value):
                 continue
-            if number == places or (element is not None and _is_known(evaluator, element, end)):
+            if element is not None and _is_known(evaluator, element, end):
                 continue
             made = _source(value)
             holds = view.writes.get(made.node, made.node)  # what a node writes, that itself gives nothing: ids[0] = ids[1]
@@ -132,13 +131,6 @@ def _is_known(evaluator: Evaluator, element: Expr, end: int | None) -> bool:
     if evaluator.algebra.extent(element) is None or not never_negative(element):
         return False
     return end is None or evaluator.algebra.fits(element, end)
-
-
-def _number_of_places(evaluator: Evaluator, keys: list[Any], elements: list[Expr | None], sizes: list[Any]) -> int | None:
-    """Which of two keys of rows gives each row a place of its own among those of the other key, and is never out of range."""
-    if len(keys) != 2 or None in elements or any(len(key.shape) != 1 for key in keys):
-        return None
-    return evaluator.key_of_places(evaluator.variables(keys[0])[0], elements, list(map(size_of, sizes)))
 
 
 def _source(value: Value) -> Value:

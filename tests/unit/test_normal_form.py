@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -205,17 +204,3 @@ def test_counts_that_have_counted_their_row_are_one_or_more(algebra):
     later = algebra.var(0, 20, "t")  # of rows behind the last one nothing is counted
     of_more = algebra.eq(algebra.leaf(ids, (v,)), algebra.leaf(ids, (later,)))
     assert algebra.extent(algebra.linear(-1, [(1, algebra.prefix(v, of_more, later))])) is None
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "ordered", "is_taken"), [(5, 2, 5, True), (5, 2, 10, False), (4, 2, 5, False), (5, 0, 5, False)]
-)
-def test_rows_are_taken_in_the_order_that_counts_them(algebra, tokens, slots, ordered, is_taken):
-    """Not where tokens are in an order of more: then some are counted beside the rows."""
-    ids, order, n, v = _tensor("input", 10), _tensor("argsort", ordered), algebra.var(0, 10, "r"), algebra.var(1, 10, "r")
-    place = algebra.inverse(order, algebra.div(n, slots))
-    end = algebra.linear(0, [(tokens, algebra.mod(n, slots)), (1, place)])
-    count = algebra.prefix(v, algebra.eq(algebra.leaf(ids, (v,)), algebra.const(3)), end)
-    score = algebra.call("exp", (algebra.leaf(ids, (n,)),))
-    summed = algebra.sum(n, algebra.mul(score, algebra.eq(count, algebra.var(2, 10, "t"))))
-    assert any(True for _ in subexpressions(summed, lambda e: e.kind == "inverse")) != is_taken

@@ -195,30 +195,17 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
         slot, marks = position.slot, marks | {position.hit}
     if position is None or not _is_own(algebra, position, marks, slot, token):
         return None
-    places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
-    has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
+    places = place.args[1]
     row, counted = algebra.open(position.count)
     if (most := largest_of(algebra, places, (position.total, *position.behind))) is not None:
         below = algebra.call("lt", (number, most))
         return replace(position, always=frozenset(f for f in placed.all_factors if algebra.substitute(f, known) is below))
-    few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
+    has_room = algebra.fits(algebra.linear(0, [(1, e) for e in (position.count, *position.behind)]), places + 1)
     limits = [mark for mark in marks if is_below(mark, number, places)]
     at = algebra.fresh((number, *marks), row.args[1])
     there = {row: at, position.count: algebra.prefix(row, counted, at)}
     kept = (algebra.sum(at, algebra.mul(*(algebra.substitute(e, there) for e in (counted, mark)))) for mark in limits)
-    return replace(position, kept=frozenset(kept)) if has_room or few or limits else None
-
-
-def _is_of_few(algebra: Algebra, mark: Expr, row: Expr, places: object) -> bool:
-    """True if a mark is 1 for a certain number of rows at most, each of which a number names.
-
-        torch.zeros_like(scores).scatter(0, scores.topk(capacity, dim=0).indices, 1)
-    """
-    if mark.kind not in ("sum", "any") or not all(isinstance(n, int) for n in (places, mark.args[0].args[1])):
-        return False
-    number, body = algebra.open(mark)
-    hits = [f for f in factors_of(body) if f.kind == "eq" and row in f.args]
-    return number.args[1] <= places and any(row not in side.free for f in hits for side in f.args if side is not row)
+    return replace(position, kept=frozenset(kept)) if has_room or limits else None
 
 
 def _running_count(algebra: Algebra, number: Expr) -> _Position | None:

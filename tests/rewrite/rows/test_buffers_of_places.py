@@ -45,8 +45,23 @@ def places_from_one(self, x, probabilities):
     return _read(self, x, weights, ids, _count(ids) + 1, ids.numel() + 1)
 
 
+def places_among_tokens(self, x, probabilities):
+    """The tokens of an expert are counted, each of which has it in one slot."""
+    weights, ids = probabilities.topk(2)
+    chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, ids, True)
+    return _read(self, x, weights, ids, (chosen.cumsum(0) - 1).gather(1, ids).reshape(-1), x.shape[0])
+
+
+def places_of_the_next_expert(self, x, probabilities):
+    """Equal ids have equal next ones."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count((ids + 1) % zoo.E), ids.numel())
+
+
 @pytest.mark.parametrize(
-    "spelling", [a_place_for_every_slot, a_place_for_every_token, places_from_one], ids=lambda f: f.__name__
+    "spelling",
+    [a_place_for_every_slot, a_place_for_every_token, places_from_one, places_among_tokens, places_of_the_next_expert],
+    ids=lambda f: f.__name__,
 )
 def test_buffers(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
@@ -77,9 +92,14 @@ def places_of_all_experts(self, x, probabilities):
     return _read(self, x, weights, ids, torch.arange(ids.numel()) % 4, ids.numel())
 
 
-def places_of_the_next_expert(self, x, probabilities):
+def _count_of_each_slot(ids):
+    """Rows of first and of second slots are in the same places."""
+    return (F.one_hot(ids, zoo.E).cumsum(0) - 1).gather(2, ids.unsqueeze(2)).reshape(-1)
+
+
+def places_of_each_slot(self, x, probabilities):
     weights, ids = probabilities.topk(2)
-    return _read(self, x, weights, ids, _count((ids + 1) % zoo.E), ids.numel())
+    return _read(self, x, weights, ids, _count_of_each_slot(ids), ids.numel())
 
 
 def read_from_another_place(self, x, probabilities):
@@ -91,7 +111,7 @@ def read_from_another_place(self, x, probabilities):
 
 @pytest.mark.parametrize(
     "spelling",
-    [too_few_places, no_place_for_the_last, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
+    [too_few_places, no_place_for_the_last, places_of_all_experts, places_of_each_slot, read_from_another_place],
     ids=lambda f: f.__name__,
 )
 def test_buffers_that_stay(spelling):
@@ -206,13 +226,13 @@ def round_and_round(self, x, probabilities):
     return _in_places(self, x, probabilities, place=lambda count, _: count % self.places, kept=lambda count: count >= 0)
 
 
-def of_the_next_expert(self, x, probabilities):
-    return _in_places(self, x, probabilities, count=lambda ids: _count((ids + 1) % zoo.E))
+def of_each_slot(self, x, probabilities):
+    return _in_places(self, x, probabilities, count=_count_of_each_slot)
 
 
 @pytest.mark.parametrize("spelling", [
     place_of_another_slot, dropped_slots_get_a_row, dropped_rows_are_written, one_row_less, two_rows_in_a_place,
-    one_row_too_many, one_place_before, round_and_round, of_the_next_expert,
+    one_row_too_many, one_place_before, round_and_round, of_each_slot,
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_buffers_that_drop_and_stay(spelling):
     assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
@@ -264,8 +284,8 @@ def rows_of_the_opposite_expert(self, x, probabilities):
     return _selected(self, x, probabilities, _one_by_one(self, of=lambda e: zoo.E - 1 - e))
 
 
-def places_among_the_next_experts_slots(self, x, probabilities):
-    return _selected(self, x, probabilities, _one_by_one(self), count=lambda ids: _count((ids + 1) % zoo.E))
+def places_among_each_slot(self, x, probabilities):
+    return _selected(self, x, probabilities, _one_by_one(self), count=_count_of_each_slot)
 
 
 def read_in_falling_order(self, x, probabilities):
@@ -277,7 +297,7 @@ def read_of_the_next_expert(self, x, probabilities):
 
 
 @pytest.mark.parametrize("spelling", [
-    an_empty_place_is_read, rows_of_the_opposite_expert, places_among_the_next_experts_slots, read_in_falling_order,
+    an_empty_place_is_read, rows_of_the_opposite_expert, places_among_each_slot, read_in_falling_order,
     read_of_the_next_expert,
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_selected_rows_that_stay(spelling):

@@ -1,0 +1,227 @@
+"""What is said of running counts is true of all that they count: rows are told apart by them, ids by their slots."""
+
+from itertools import combinations, product
+from math import prod
+
+import pytest
+import torch
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import most_counted
+from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from tests.corpus.element_values import Run
+
+T, K, E = 4, 2, 3
+
+
+class Numbers(Run):
+    """Leaves that hold random numbers."""
+
+    def __init__(self, seed: int = 0):
+        self.algebra = Evaluator().algebra
+        self.random, self.tensors = torch.Generator().manual_seed(seed), {}
+
+    def leaf(self, of: str, *indices):
+        """``m``: marks, ``n``: places, some of which are none, ``x``: numbers, ``ids``: of rows, ``top``: some that differ."""
+        shapes = {"m": (T,), "more": (T,), "n": (T,), "x": (T,), "ids": (T,), "top": (E, E), "few": (K,), "any": (T, K)}
+        shapes |= {"others": (E, E), "rows": (E * E,), "order": (T,), "back": (T,)}
+        if of not in self.tensors:
+            dtype = torch.bool if of in ("m", "more") else torch.float64 if of == "x" else torch.int64
+            value = Value("argsort" if of in ("order", "back") else "computed", (of,), shapes[of], dtype, None)
+            value.choices_along = {"top": 1, "others": 1, "few": 0}.get(of)
+            value.bound = {"ids": E, "top": E, "few": T, "any": T, "rows": E * E}.get(of)
+            self.tensors[of] = value
+        return self.algebra.leaf(self.tensors[of], indices)
+
+    def draw(self):
+        def draw(low, high, *shape):
+            return torch.randint(low, high, shape, generator=self.random)
+
+        self.held = {
+            "m": draw(0, 2, T), "more": draw(0, 2, T), "n": draw(-2, T, T), "ids": draw(0, E, T),
+            "x": draw(-1, 2, T).double() * (1.0 - 2 * draw(0, 2, T)), "any": draw(0, T, T, K), "rows": draw(0, E * E, E * E),
+            "top": torch.rand(E, E, generator=self.random).argsort(1), "few": torch.randperm(T, generator=self.random)[:K],
+            "others": torch.rand(E, E, generator=self.random).argsort(1), "order": torch.randperm(T, generator=self.random),
+            "back": torch.randperm(T, generator=self.random),
+        }  # fmt: skip
+
+    def _held_by(self, value):
+        return self.held[value.args[0]]
+
+
+@pytest.fixture
+def numbers():
+    return Numbers()
+
+
+def _counts(numbers, row):
+    """Running counts up to a row, or to a place that it has."""
+    algebra, leaf = numbers.algebra, numbers.leaf
+    other = algebra.var(9, T, "r")
+    same = algebra.eq(leaf("ids", other), leaf("ids", row))
+    of = {
+        "of ids": same, "of marks": leaf("m", other), "of both": algebra.mul(same, leaf("m", other)),
+        "of signs": algebra.call("ge", (leaf("n", other), _sign(numbers, row))),
+        "of more": leaf("more", other), "of an id": algebra.eq(leaf("ids", other), algebra.zero), "of numbers": leaf("x", other),
+    }  # fmt: skip
+    counts = {name: algebra.prefix(other, body, row) for name, body in of.items()}
+    return counts | {"to places": algebra.prefix(other, leaf("m", other), leaf("n", row))}
+
+
+def _sign(numbers, row):
+    """0 or -2: another one for 0.0 than for -0.0, which is equal."""
+    algebra = numbers.algebra
+    return algebra.linear(-1, [(1, algebra.call("clamp", (algebra.call("reciprocal", (numbers.leaf("x", row),)),), -1, 1))])
+
+
+def _beside(numbers, row):
+    algebra, leaf = numbers.algebra, numbers.leaf
+    return (
+        (), (leaf("m", row),), (leaf("more", row),), (leaf("x", row),),
+        (leaf("m", row), leaf("more", row), algebra.eq(_counts(numbers, row)["of marks"], algebra.one)),
+        (algebra.eq(leaf("ids", row), algebra.zero),), (leaf("m", leaf("n", row)),),
+        (algebra.call("ge", (leaf("n", row), _sign(numbers, row))),),
+    )  # fmt: skip
+
+
+def test_rows_of_equal_counts(numbers):
+    algebra, (u, t) = numbers.algebra, (numbers.algebra.var(level, T, "r") for level in (0, 1))
+    same, near = (algebra.eq(numbers.leaf(of, u), numbers.leaf(of, t)) for of in ("ids", "x"))
+    fewer = 0
+    pairs = product(_counts(numbers, u).values(), _counts(numbers, t).values())
+    for (first, second), of_u, of_t, key in product(pairs, _beside(numbers, u), _beside(numbers, t), ((), (same,), (near,))):
+        factors = [algebra.eq(first, second), *of_u, *key]
+        whole = algebra.sum(u, algebra.mul(*factors, *of_t))
+        beside = algebra.beside(algebra.sum(u, algebra.mul(*factors)), of_t)
+        if any(True for _ in subexpressions(beside, lambda e: e.kind == "prefix")):
+            continue  # nothing was told of them
+        fewer += 1
+        for _ in range(4 if near not in key else 40):
+            numbers.draw()
+            for row in range(T):
+                known = _times(numbers, of_t, {t: row})
+                total = sum(_times(numbers, factors, {u: i, t: row}) for i in range(T))
+                assert numbers.number(whole, {t: row}) == total * known
+                assert known != 1 or numbers.number(beside, {t: row}) == total
+    assert fewer >= 89
+
+
+def test_rows_that_are_apart():
+    evaluator, numbers = Evaluator(), Numbers()
+    algebra = numbers.algebra = evaluator.algebra
+    row, key, place = algebra.var(0, T, "r"), algebra.var(1, E, "t"), algebra.var(2, T + 1, "t")
+    ids, n, m = (numbers.leaf(of, row) for of in ("ids", "n", "m"))
+    counts = [algebra.linear(less, [(1, count)]) for count in _counts(numbers, row).values() for less in (0, -1)]
+    hits = [algebra.eq(ids, key), m, algebra.eq(ids, n), algebra.eq(n, place), *(algebra.eq(count, place) for count in counts)]
+    apart = 0
+    for some in (some for size in (1, 2, 3) for some in combinations(hits, size)):
+        if not evaluator._are_apart(row, algebra.mul(*some)):
+            continue
+        apart += 1
+        for _ in range(4):
+            numbers.draw()
+            for at in product(range(E), range(T + 1)):
+                at = dict(zip((key, place), at, strict=True))
+                assert sum(_times(numbers, some, {**at, row: i}) for i in range(T)) <= 1
+    assert apart >= 68
+
+
+def test_numbers_that_fit(numbers):
+    algebra, row = numbers.algebra, numbers.algebra.var(0, T, "r")
+    of_rows = [*_counts(numbers, row).values(), numbers.leaf("n", row), numbers.leaf("ids", row)]
+    ends = [algebra.linear(less, [(times, e)]) for e in of_rows for less, times in ((0, 1), (-1, 1), (-1, 2), (2, -1))]
+    fit = 0
+    for e in ends:
+        told = [algebra.call(name, (e, algebra.const(2))) for name in ("lt", "le", "ge")]
+        for size, marks in product((2, 3, T), ((), *_beside(numbers, row), *((mark,) for mark in told), told)):
+            if not algebra.fits(e, size, marks):
+                continue
+            fit += 1
+            for _ in range(4):
+                numbers.draw()
+                rows = [{row: at} for at in range(T)]
+                values = [numbers.number(e, at) for at in rows if _times(numbers, marks, at)]
+                assert all(0 <= value < size for value in values)
+    assert fit >= 146
+
+
+def test_rows_in_the_place_of_another(numbers):
+    """Ids that differ in slots do so in the one that a row is, and ids that may not differ are still asked for."""
+    algebra, token, slot, row = numbers.algebra, *(numbers.algebra.var(level, K, "r") for level in range(3))
+    for of, known in (("top", True), ("any", False)):
+        once = algebra.distinct(numbers.leaf(of, token, row), row)
+        assert (algebra.sum(row, algebra.mul(algebra.eq(row, slot), once)) is algebra.one) == known
+
+
+def _times(numbers, factors, at):
+    return prod(numbers.number(factor, at) for factor in factors)
+
+
+def test_slots_of_equal_ids(numbers):
+    algebra, rows = numbers.algebra, [numbers.algebra.var(level, E, "r") for level in range(3)]
+    pairs = [tuple(pair) for pair in product(rows, repeat=2)]
+    for _ in range(3):
+        numbers.draw()
+        for first, second, of in product(pairs, pairs, ("top", "others")):
+            e = algebra.eq(numbers.leaf("top", *first), numbers.leaf(of, *second))
+            for places in product(range(E), repeat=3):
+                at = dict(zip(rows, places, strict=True))
+                values = [numbers.number(numbers.leaf(*indices), at) for indices in (("top", *first), (of, *second))]
+                assert numbers.number(e, at) == (values[0] == values[1])
+    slots = algebra.eq(numbers.leaf("top", rows[0], rows[1]), numbers.leaf("top", rows[0], rows[2]))
+    assert slots is algebra.eq(rows[1], rows[2])
+
+
+def test_equal_positions(numbers):
+    algebra, leaf = numbers.algebra, numbers.leaf
+    a, b, c, d = rows = [algebra.var(level, K if level < 2 else T, "r") for level in range(4)]
+    order, back = (leaf(of, c).args[0] for of in ("order", "back"))
+    atoms = a, b, c, d, leaf("n", c), leaf("ids", d), algebra.inverse(order, c), algebra.inverse(back, d)
+    terms = [(0, 0, c), (1, 0, c), (-1, 4, c), (0, 2, c), (-2, 2, d), (0, -4, d), (4, 3, d), (0, 2 * T, d)]
+    positions = [algebra.linear(constant, [(times, of), (1, atom)]) for (constant, times, of), atom in product(terms, atoms)]
+    equal = [algebra.eq(*pair) for pair in product(positions, repeat=2)]
+    for _ in range(2):
+        numbers.draw()
+        for at in (dict(zip(rows, places, strict=True)) for places in product(range(K), range(K), range(T), range(T))):
+            values = [numbers.number(position, at) for position in positions]
+            assert [numbers.number(e, at) for e in equal] == [x == y for x, y in product(values, repeat=2)]
+    first, second = (algebra.linear(0, [(K, algebra.inverse(order, row)), (1, slot)]) for row, slot in ((c, a), (d, b)))
+    assert algebra.eq(first, second) is algebra.mul(algebra.eq(a, b), algebra.eq(c, d))
+
+
+def test_most_that_is_counted(numbers):
+    algebra, leaf = numbers.algebra, numbers.leaf
+    row, n = algebra.var(0, E * E, "r"), algebra.var(1, K, "r")
+    div, mod = algebra.div(row, E), algebra.mod(row, E)
+    other = leaf("rows", row)
+    places = (div, mod), (mod, div), (mod, mod), (div, div), (algebra.div(row, 2), mod), (algebra.zero, mod)
+    places = *places, (algebra.div(other, E), algebra.mod(other, E))
+    others = algebra.one, mod, leaf("top", div, algebra.zero)
+    marks = [algebra.eq(leaf("top", *at), other) for at, other in product(places, others) if algebra.fits(at[0], E)]
+    tokens = algebra.var(0, T, "r")
+    named = [algebra.any(n, algebra.eq(tokens, leaf("few", n))), algebra.any(n, algebra.eq(tokens, leaf("any", tokens, n)))]
+    least = []
+    for over, mark in [*((row, mark) for mark in marks), *((tokens, mark) for mark in named)]:
+        count = algebra.prefix(over, mark, algebra.const(over.args[1] - 1))
+        least.append(most_counted(count))
+        for _ in range(20):
+            numbers.draw()
+            assert numbers.number(count, {}) <= most_counted(count)
+    assert least.count(E) >= 2 and least[-2:] == [K, T]
+
+
+def test_where_a_count_is_at_least_one(numbers):
+    algebra, row = numbers.algebra, numbers.algebra.var(0, T, "r")
+    found = 0
+    pairs = [*product(_counts(numbers, row).values(), _beside(numbers, row))]
+    places = [algebra.mul(*marks, algebra.linear(-1, [(1, count)])) for count, marks in pairs]
+    for place in (*places, *(algebra.linear(-1, [(1, algebra.mul(count, *marks))]) for count, marks in pairs)):
+        found += never_negative(place)
+        for _ in range(10 * never_negative(place)):
+            numbers.draw()
+            assert all(numbers.number(place, {row: at}) >= 0 for at in range(T))
+    assert found > 5
+    mask = algebra.mul(numbers.leaf("m", row), numbers.leaf("x", row))  # where numbers are not zero they may be negative
+    assert not never_negative(algebra.call("where", (mask, numbers.leaf("x", row), algebra.one)))
