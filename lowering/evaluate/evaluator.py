@@ -208,8 +208,8 @@ class Evaluator(IndexingRules):
         known = isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
         if not known or any(digit.kind != "leaf" for digit in digits) or depth or all(is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
-        parts = ((self.algebra.eq(at, self.algebra.const(i)), self.element(x, rest, depth)) for i, x in enumerate(xs[:extent]))
-        return self.algebra.add(*(self.algebra.mul(here, self.algebra.beside(e, (here,))) for here, e in parts))
+        parts = ((self.algebra.const(i), self.element(x, rest, depth)) for i, x in enumerate(xs[:extent]))
+        return self.algebra.add(*(self.algebra.mul(self.algebra.eq(at, n), self.algebra.counted(e, at, n)) for n, e in parts))
 
     # Slices under `torch.vmap`.
 

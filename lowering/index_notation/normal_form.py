@@ -350,6 +350,18 @@ class Algebra:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
         return None
 
+    def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
+        """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
+
+        def own(e: Expr) -> Expr | None:
+            var, body = self.open(e) if e.kind == "sum" else (e, e)
+            at = {f: other for f in factors_of(body) if f.kind == "eq" for n, other in (f.args, f.args[::-1]) if n is number}
+            counts = (True for f in factors_of(body) if f.kind == "eq" for _ in subexpressions(f, lambda e: e.kind == "prefix"))
+            known = at and any(counts)
+            return self.sum(var, self.mul(*(self.eq(key, at[f]) if f in at else f for f in factors_of(body)))) if known else None
+
+        return self._with(e, own)
+
     def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
         """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
         if var.args[2] != "r":

@@ -81,6 +81,7 @@ TWINS = {
 
 STILL_LAYERS = {
     "masked_stack_einsum", "masked_per_slot", "packed_loop", "gpt_oss_loop", "sorted_rows", "gathered_per_slot", "stacked_loop",
+    "dbrx_loop",  # of weights in another order
     "nonzero_where",  # with a mask of the weights that are no 0.5
     "gathered_rows", "gathered_gpt_oss",  # of slots as tokens, each with an expert of its own
     "einsum_weighted_tokens", "einsum_combined",  # of weights that the graph computes

@@ -34,7 +34,7 @@ def test_outcomes_are_counted_and_logged(fp64, caplog):
     with caplog.at_level(logging.DEBUG, logger="moeblaze_ops"):
         rewrite_of(zoo.ModuleListMoE(zoo.masked_sum), torch.randn(10, zoo.D))
     assert counters["moeblaze"] == {"rewritten": 1}
-    assert "expert_up(swiglu) -> expert_down" in caplog.text
+    assert "expert_up(relu) -> expert_down" in caplog.text
 
 
 def _text(spelling: str) -> str:

@@ -266,7 +266,22 @@ def selected_rows_of_listed_experts(self, x, probabilities):
     return _selected(self, x, probabilities, _one_by_one(self))
 
 
-@pytest.mark.parametrize("spelling", [selected_rows, selected_rows_of_listed_experts], ids=lambda f: f.__name__)
+def added_to_listed_experts(self, x, probabilities):
+    """V-MoE's: first slots are counted first, a slot has the largest of its counts, and each expert its part of a stack."""
+    weights, ids = probabilities.topk(2)
+    chosen = F.one_hot(ids.t().reshape(-1), zoo.E)
+    place = (chosen.cumsum(0) * chosen - 1).view(2, -1, zoo.E).permute(1, 0, 2).max(2).values
+    e, kept = ids.reshape(-1), place.reshape(-1) < self.places
+    buffer = x.new_zeros(zoo.E, self.places, zoo.D)
+    buffer.index_put_((e[kept], place.reshape(-1)[kept]), x.repeat_interleave(2, 0)[kept], accumulate=True)
+    y = _one_by_one(self)(buffer)[ids, place.clamp(0, self.places - 1)] * (place < self.places).unsqueeze(-1)
+    return torch.einsum("sk...,sk->s...", y, weights)
+
+
+SELECTED = (selected_rows, selected_rows_of_listed_experts, added_to_listed_experts)
+
+
+@pytest.mark.parametrize("spelling", SELECTED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("num_tokens", "bias"), [(20, 0), (2, 0), (12, 50)])
 def test_selected_rows(spelling, num_tokens, bias):
     layer = Layer(spelling)

@@ -117,9 +117,7 @@ def read_at_the_next(self, x, probabilities):
 def the_last_for_all(self, x, probabilities):
     """Slots that have no room are read at the last place, where another one stands."""
     weights, ids = probabilities.topk(2)
-    place = counted(ids)
-    y = _stored(self, x, weights, ids, place)
-    return y + _stored(self, x, weights, ids, place.clamp(max=self.places - 1))
+    return _stored(self, x, weights, ids, counted(ids).clamp(max=self.places - 1))
 
 
 def counted_by_tokens(self, x, probabilities):
