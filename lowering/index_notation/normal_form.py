@@ -339,13 +339,12 @@ class Algebra:
         """
         factors = factors_of(body)
         marks = [*known, *factors]
-        for f in factors:
-            counts = f.args if f.kind == "eq" and var in f.free else (body, body)
-            if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in counts):
+        for f in (f for f in factors if f.kind == "eq" and var in f.free):
+            if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and (var in own.free or n.kind == "const")}
-            first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in counts)
+            first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in f.args)
             if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
         return None

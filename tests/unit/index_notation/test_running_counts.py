@@ -108,6 +108,16 @@ def test_rows_of_equal_counts(numbers):
     assert fewer >= 89
 
 
+def test_sums_of_running_counts(numbers):
+    """They are added up, and nothing is told of their rows."""
+    algebra, row = numbers.algebra, numbers.algebra.var(0, T, "r")
+    for count, marks in product(_counts(numbers, row).values(), _beside(numbers, row)):
+        whole = algebra.sum(row, algebra.mul(count, *marks))
+        for _ in range(4):
+            numbers.draw()
+            assert numbers.number(whole, {}) == sum(_times(numbers, (count, *marks), {row: at}) for at in range(T))
+
+
 def test_rows_that_are_apart():
     evaluator, numbers = Evaluator(), Numbers()
     algebra = numbers.algebra = evaluator.algebra
