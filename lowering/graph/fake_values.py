@@ -26,8 +26,9 @@ def fake_result(mode: FakeTensorMode, target: Callable | str, args: tuple, kwarg
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """True if a gradient flows through a value of the graph, or one of several."""
-    return any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
+    """True if a gradient flows through a value of the graph, or one of several, or did until it was detached in place."""
+    detached = any(user.target == "detach_" for user in node.users)
+    return detached or any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
 
 
 def storage_of(node: fx.Node) -> int | None:

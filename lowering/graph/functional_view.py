@@ -219,7 +219,7 @@ class GraphView:
     detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
-    _of_ids: set[Value] = field(default_factory=set)  # numbers that ids and constants alone give
+    _without: set[Value] = field(default_factory=set)  # numbers that have no gradient in any mode
     _of_state: frozenset[fx.Node] = frozenset()
 
     def __post_init__(self) -> None:
@@ -395,10 +395,10 @@ class GraphView:
             return self.opaque(node)
         if not self.is_without_gradient(node):
             return found
-        made_of = map(self._now.get, node.all_input_nodes)
-        alike = (isinstance(found, Value) and found.op == "full" and not written) or all(map(self._has_no_gradient, made_of))
+        is_full = isinstance(found, Value) and found.op == "full" and not written
+        alike = is_full or all(map(self._has_no_gradient, node.all_input_nodes))
         if alike and isinstance(found, Value):
-            self._of_ids.add(found)
+            self._without.add(found)
         return found if alike else self._without_gradient(found, self.opaque(node))
 
     @cached_property
@@ -411,8 +411,11 @@ class GraphView:
             return tuple(map(self._without_gradient, found, opaque))
         return found if isinstance(found, Value) and not found.dtype.is_floating_point else opaque
 
-    def _has_no_gradient(self, value: Any) -> bool:
-        return isinstance(value, Value) and (not value.dtype.is_floating_point or value in self._of_ids)
+    def _has_no_gradient(self, node: fx.Node) -> bool:
+        """True if a number has no gradient whether or not gradients are switched off."""
+        value = self._now.get(node)
+        known = isinstance(value, Value) and (not value.dtype.is_floating_point or value in self._without)
+        return known or not (needs_gradient(node) or self.is_without_gradient(node))
 
     def is_without_gradient(self, node: fx.Node) -> bool:
         """Numbers computed without gradient are not the same value as equal ones computed with it, where gradients matter."""

@@ -210,8 +210,22 @@ def rows_of_stacked_weights(self, x, weights, ids):
     return out
 
 
+def sums_without_gradients(self, x, weights, ids):
+    """Of a mask in floating point that is made where gradients are on, as in a calibration of GPT-OSS."""
+    mask = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter_(-1, ids, 1)
+    scores = torch.zeros_like(mask).scatter_(-1, ids, weights).t()
+    mask = mask.t()
+    with torch.no_grad():
+        hit = torch.greater(mask.sum(dim=-1), 0).nonzero()
+    out = torch.zeros_like(x)
+    for e in hit:
+        e = e[0]
+        out += self.experts[e](x * mask[e].unsqueeze(1)) * scores[e].unsqueeze(1)
+    return out
+
+
 HITS = (
-    rows_of_stacked_weights,
+    rows_of_stacked_weights, sums_without_gradients,
     one_hot_in_floating_point, hits_in_floating_point, hit_list_of_floats, hits_of_booleans, booleans_at_last, any_of_two_axes,
     nonzero_counts, one_sum_after_another, experts_in_the_last_axis, experts_in_the_middle, of_matrix,
     counts_that_are_not_zero, counts_above_zero, not_among_those_in_use, among_those_in_use, sums_of_floats_are_zero,

@@ -61,6 +61,16 @@ def test_layers_without_gradients(fp64, combine, spelling):
     assert len(backend.rewritten) == (2 if combine is with_and_without else 1)
 
 
+def test_what_is_detached_in_place_had_a_gradient(fp64):
+    def combine(self, x, weights, ids):
+        scale = weights.sum()
+        rest = scale * 0.0
+        scale.detach_()
+        return zoo.masked_sum(self, x, weights.detach(), ids) + rest
+
+    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(T, zoo.D)))
+
+
 def inference_mode_off(self, x):
     """As if it were not there."""
     with torch.inference_mode(False):
