@@ -40,7 +40,7 @@ class TwoLists(nn.Module):
 MODELS = {
     "stacked": functools.partial(zoo.stacked, "stacked_loop"),
     "packed": functools.partial(zoo.stacked, "gpt_oss_loop"),
-    "one list": functools.partial(zoo.ModuleListMoE, zoo.loop_mixtral),
+    "one list": functools.partial(zoo.ModuleListMoE, zoo.loop_mixtral, zoo.GluMLP),
     "two lists": TwoLists,
 }
 
