@@ -425,9 +425,10 @@ class Algebra:
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
         slots = (slot_of(a), slot_of(b)) if a.args[0] is b.args[0] else (None, None)
-        if None not in slots and [pair for pair in zip(a.args[1], b.args[1], strict=True) if pair[0] is not pair[1]] == [slots]:
+        alone = None not in slots and [(i, j) for i, j in zip(a.args[1], b.args[1], strict=True) if i is not j] == [slots]
+        if alone and all(self.fits(slot, a.args[0].shape[a.args[0].choices_along]) for slot in slots):  # -1 is the last one
             return self.eq(*slots)
-        if a.kind == b.kind == "inverse" and a.args[0] is b.args[0]:
+        if a.kind == b.kind == "inverse" and a.args[0] is b.args[0] and all(self.fits(e.args[1], self.extent(e)) for e in (a, b)):
             return self.eq(a.args[1], b.args[1])
         if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved

@@ -184,6 +184,19 @@ def test_slots_of_equal_ids(numbers):
     assert slots is algebra.eq(rows[1], rows[2])
 
 
+def test_positions_from_the_end(numbers):
+    """-1 is the last one: other numbers, and the same position."""
+    algebra, order = numbers.algebra, numbers.leaf("order", numbers.algebra.zero).args[0]
+    at = {"few": lambda place: numbers.leaf("few", place), "order": lambda place: algebra.inverse(order, place)}
+    for of, size in (("few", K), ("order", T)):
+        first, second = (algebra.var(level, size, "r") for level in (0, 1))
+        before = algebra.linear(-1, [(1, second)])
+        e = algebra.eq(at[of](first), at[of](before))
+        numbers.draw()
+        for i, j in product(range(size), repeat=2):
+            assert numbers.number(e, {first: i, second: j}) == (i == (j - 1) % size)
+
+
 def test_equal_positions(numbers):
     algebra, leaf = numbers.algebra, numbers.leaf
     a, b, c, d = rows = [algebra.var(level, K if level < 2 else T, "r") for level in range(4)]
