@@ -343,7 +343,7 @@ class Algebra:
             if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
-            numbers = {own: n for own, n in hits if is_whole(own) and (var in own.free or n.kind == "const")}
+            numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
             first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in f.args)
             if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
