@@ -471,8 +471,7 @@ class Algebra:
         factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
         outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
         if outside:  # what else scales a row is a factor of the result
-            inside = self.mul(*(f for f in factors if f not in outside))
-            return self.mul(*outside, self.call(name, (inside, *args[1:]), *params))
+            return self.mul(*outside, self.call(name, (self.mul(*(f for f in factors if f not in outside)), *args[1:]), *params))
         return self._intern("call", name, args, params)
 
     def scaled(self, number: float, e: Expr) -> Expr:
