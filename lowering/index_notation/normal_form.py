@@ -343,7 +343,7 @@ class Algebra:
             if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
-            numbers = {own: n for own, n in hits if is_whole(own) and (var in own.free or n.kind == "const")}
+            numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
             first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in f.args)
             if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
@@ -425,9 +425,10 @@ class Algebra:
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
         slots = (slot_of(a), slot_of(b)) if a.args[0] is b.args[0] else (None, None)
-        if None not in slots and [pair for pair in zip(a.args[1], b.args[1], strict=True) if pair[0] is not pair[1]] == [slots]:
+        alone = None not in slots and [(i, j) for i, j in zip(a.args[1], b.args[1], strict=True) if i is not j] == [slots]
+        if alone and all(self.fits(slot, a.args[0].shape[a.args[0].choices_along]) for slot in slots):  # -1 is the last one
             return self.eq(*slots)
-        if a.kind == b.kind == "inverse" and a.args[0] is b.args[0]:
+        if a.kind == b.kind == "inverse" and a.args[0] is b.args[0] and all(self.fits(e.args[1], self.extent(e)) for e in (a, b)):
             return self.eq(a.args[1], b.args[1])
         if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved
@@ -470,8 +471,7 @@ class Algebra:
         factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
         outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
         if outside:  # what else scales a row is a factor of the result
-            inside = self.mul(*(f for f in factors if f not in outside))
-            return self.mul(*outside, self.call(name, (inside, *args[1:]), *params))
+            return self.mul(*outside, self.call(name, (self.mul(*(f for f in factors if f not in outside)), *args[1:]), *params))
         return self._intern("call", name, args, params)
 
     def scaled(self, number: float, e: Expr) -> Expr:

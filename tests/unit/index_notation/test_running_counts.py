@@ -70,10 +70,10 @@ def _counts(numbers, row):
     return counts | {"to places": algebra.prefix(other, leaf("m", other), leaf("n", row))}
 
 
-def _sign(numbers, row):
+def _sign(numbers, row, of="x"):
     """0 or -2: another one for 0.0 than for -0.0, which is equal."""
     algebra = numbers.algebra
-    return algebra.linear(-1, [(1, algebra.call("clamp", (algebra.call("reciprocal", (numbers.leaf("x", row),)),), -1, 1))])
+    return algebra.linear(-1, [(1, algebra.call("clamp", (algebra.call("reciprocal", (numbers.leaf(of, row),)),), -1, 1))])
 
 
 def _beside(numbers, row):
@@ -106,6 +106,23 @@ def test_rows_of_equal_counts(numbers):
                 assert numbers.number(whole, {t: row}) == total * known
                 assert known != 1 or numbers.number(beside, {t: row}) == total
     assert fewer >= 89
+
+
+def test_counts_of_a_sign_that_integers_do_not_have(numbers):
+    """Of -0.0, which equals the integer 0, other rows are counted."""
+    algebra, (u, t) = numbers.algebra, (numbers.algebra.var(level, T, "r") for level in (0, 1))
+
+    def is_above(row, *of):
+        return algebra.call("ge", (numbers.leaf("n", row), _sign(numbers, *of)))
+
+    other = algebra.var(9, T, "r")
+    first, second = (algebra.prefix(other, is_above(other, *of), of[0]) for of in ((u, "ids"), (t, "x")))
+    hits = algebra.eq(first, second), algebra.eq(numbers.leaf("ids", u), numbers.leaf("x", t))
+    factors = *hits, is_above(u, u, "ids"), is_above(t, t, "x")
+    whole = algebra.sum(u, algebra.mul(*factors))
+    for row in [*range(T)] * 20:
+        numbers.draw()
+        assert numbers.number(whole, {t: row}) == sum(_times(numbers, factors, {u: i, t: row}) for i in range(T))
 
 
 def test_sums_of_running_counts(numbers):
@@ -182,6 +199,19 @@ def test_slots_of_equal_ids(numbers):
                 assert numbers.number(e, at) == (values[0] == values[1])
     slots = algebra.eq(numbers.leaf("top", rows[0], rows[1]), numbers.leaf("top", rows[0], rows[2]))
     assert slots is algebra.eq(rows[1], rows[2])
+
+
+def test_positions_from_the_end(numbers):
+    """-1 is the last one: other numbers, and the same position."""
+    algebra, order = numbers.algebra, numbers.leaf("order", numbers.algebra.zero).args[0]
+    at = {"few": lambda place: numbers.leaf("few", place), "order": lambda place: algebra.inverse(order, place)}
+    for of, size in (("few", K), ("order", T)):
+        first, second = (algebra.var(level, size, "r") for level in (0, 1))
+        before = algebra.linear(-1, [(1, second)])
+        e = algebra.eq(at[of](first), at[of](before))
+        numbers.draw()
+        for i, j in product(range(size), repeat=2):
+            assert numbers.number(e, {first: i, second: j}) == (i == (j - 1) % size)
 
 
 def test_equal_positions(numbers):
