@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def of_experts(combine: Callable) -> Callable[[], nn.Module]:
-    return functools.partial(zoo.ModuleListMoE, combine)
+    return functools.partial(zoo.ModuleListMoE, combine, zoo.GluMLP)
 
 
 SPELLINGS: dict[str, Callable[[], nn.Module]] = {
