@@ -191,7 +191,8 @@ def _view(
     prove(all(has_storage(value.node) for value in values), Reason.WEIGHT_LAYOUT, "no tensor, or a slice under vmap")
     contiguous = may_copy or not any(parts) or all(fake_of(value.node).is_contiguous() for value in values)
     prove(contiguous, Reason.WEIGHT_LAYOUT, "part of a tensor that is not contiguous")
-    return WeightView(values, parts, all_sizes[0], orders[0], lead.dtype, lead.dtype != lead.value.dtype, apart)
+    cast = any(value.dtype != lead.dtype for value in values)
+    return WeightView(values, parts, all_sizes[0], orders[0], lead.dtype, cast, apart)
 
 
 def stored_order(

@@ -121,6 +121,20 @@ def test_experts_that_read_a_part_of_their_tensor(fp64):
     assert check_against_eager(layer, torch.randn(T, D)).reasons == []
 
 
+@pytest.mark.parametrize("e", [0, 3])
+def test_one_expert_is_stored_in_another_dtype(e, fp64):
+    """What some of them are cast to all of them are."""
+
+    class Cast(Apart):
+        def weight(self, name, e):
+            return super().weight(name, e).double()
+
+    layer = Cast()
+    for name in ("gate", "up", "down"):
+        getattr(layer, name)[e] = nn.Parameter(getattr(layer, name)[e].detach().float())
+    assert check_against_eager(layer, torch.randn(T, D), tolerance=1e-6).reasons == []
+
+
 def test_autocast_keeps_one_cast_copy_like_stacked_parameters():
     apart, x = Apart(), torch.randn(T, D)
     kept = []
