@@ -48,7 +48,7 @@ def extent(e: Expr, floors: Floors = MappingProxyType({})) -> Size | None:
         case "mul" if len(rest := [factor for factor in args if not is_indicator(factor)]) == 1:
             bound = extent(*rest)
             is_less = bound is not None and any(left_out(mark) == (*rest, bound - 1, bound) for mark in args)
-            return bound - 1 if is_less else bound
+            return max(bound - 1, 1) if is_less else bound
         case "inverse":
             return args[0].shape[0]
         case "leaf":

@@ -5,8 +5,10 @@ from itertools import product
 
 import pytest
 import sympy
+import torch
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import complement_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -42,6 +44,10 @@ def test_bounds_of_an_index_that_a_mask_makes_zero(algebra):
     number, other = algebra.mod(whole, 5), algebra.div(whole, 3)
     marks = [opposite(algebra, algebra.eq(each, algebra.const(n))) for each, n in ((number, 4), (number, 3), (other, 4))]
     assert [algebra.extent(algebra.mul(mark, number)) for mark in marks] == [4, 5, 5]
+    only = Value("argmax", (), (5,), torch.int64, None)
+    only.bound = 1
+    zero = algebra.leaf(only, (index,))
+    assert algebra.extent(algebra.mul(opposite(algebra, algebra.eq(zero, algebra.zero)), zero)) == 1
 
 
 def test_bounds_where_sizes_are_symbols(algebra):
