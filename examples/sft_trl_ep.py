@@ -63,6 +63,8 @@ def main() -> None:
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print("losses:", *(f"{loss:.4f}" for loss in losses))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def tiny_model() -> str:
