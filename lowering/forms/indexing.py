@@ -261,8 +261,8 @@ def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumul
     d = axis(x, dim)
     require(all(same_size(a, b) for a, b in zip(index.shape, source.shape, strict=True)), "a source of the index's shape")
     require(all(same_size(index.shape[i], x.shape[i]) for i in range(len(x.shape)) if i != d), "whole other axes")
-    made_of = full(view, 0, x.shape, x.dtype), full(view, 1, source.shape, x.dtype)
-    if accumulate and len(x.shape) == 1 and not x.dtype.is_floating_point and (x, source) == made_of:
+    may_count = accumulate and len(x.shape) == 1 and not x.dtype.is_floating_point
+    if may_count and (x, source) == (full(view, 0, x.shape, x.dtype), full(view, 1, source.shape, x.dtype)):
         return cast(view, counts_of(view, index, x.shape[0]), x.dtype)
     return view.make("scatter", x, d, index, source, accumulate, shape=x.shape, dtype=x.dtype)
 

@@ -219,7 +219,7 @@ class GraphView:
     detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
-    _without: set[Value] = field(default_factory=set)  # numbers that have no gradient in any mode
+    _never_graded: set[Value] = field(default_factory=set)  # numbers that have no gradient in any mode
     _of_state: frozenset[fx.Node] = frozenset()
 
     def __post_init__(self) -> None:
@@ -398,7 +398,7 @@ class GraphView:
         is_full = isinstance(found, Value) and found.op == "full" and not written
         alike = is_full or all(map(self._has_no_gradient, node.all_input_nodes))
         if alike and isinstance(found, Value):
-            self._without.add(found)
+            self._never_graded.add(found)
         return found if alike else self._without_gradient(found, self.opaque(node))
 
     @cached_property
@@ -414,7 +414,7 @@ class GraphView:
     def _has_no_gradient(self, node: fx.Node) -> bool:
         """True if a number has no gradient whether or not gradients are switched off."""
         value = self._now.get(node)
-        known = isinstance(value, Value) and (not value.dtype.is_floating_point or value in self._without)
+        known = isinstance(value, Value) and (not value.dtype.is_floating_point or value in self._never_graded)
         return known or not (needs_gradient(node) or self.is_without_gradient(node))
 
     def is_without_gradient(self, node: fx.Node) -> bool:
