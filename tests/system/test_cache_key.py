@@ -40,6 +40,7 @@ else:
 import moeblaze_ops
 
 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+torch._inductor.config.fallback_by_default = True
 
 
 def layer(*inputs):

@@ -20,17 +20,18 @@ import torch._inductor.compile_fx
 import torch.distributed.run as torchrun
 
 def launch(arguments):
-    # torchrun itself, but for ranks that are forks of this process.
+    # torchrun itself, but for ranks that are forks of this process. CUDA can't be used in one.
     start = torchrun.elastic_launch
     def start_forks(config, entrypoint):
         config.start_method = "fork"
         return start(config, run_rank)
-    torchrun.elastic_launch = start_forks
+    if not torch.cuda.is_available():
+        torchrun.elastic_launch = start_forks
     torchrun.main(arguments)
 
 def run_rank(unbuffered, script, *arguments):
     # Each rank would have g++ build the loops that Inductor writes, or one of them what another has in a cache by then.
-    torch._inductor.config.fallback_by_default = not torch.cuda.is_available()
+    torch._inductor.config.fallback_by_default = True
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     run(script, *arguments)
     sys.stdout.flush()
