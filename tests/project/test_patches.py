@@ -137,11 +137,12 @@ def test_one_of_two_ways_is_enough(try_without, name):
 
 
 def test_all_spellings_that_need_no_attempt(try_without):
-    """More than half of the zoo; and the others give what they give in eager mode."""
+    """Half of every third of the zoo; and the others give what they give in eager mode."""
     from tests.corpus.zoo import catalogue as zoo
 
-    spellings = [*zoo.BY_NAME, *(spelling.__name__ for spelling in zoo.SEPARATE)]
+    loops = ["loop_mistral", "loop_nonzero"]
+    spellings = [*loops, *[*zoo.BY_NAME, *(spelling.__name__ for spelling in zoo.SEPARATE)][::3]]
     name = "torch._dynamo.side_effects.SideEffects.mutation"
     found = try_without(name, "missing", *spellings)
-    assert len(found["rewritten"]) >= 35
-    assert not set(found["rewritten"]) & {"loop_mistral", "loop_nonzero"}
+    assert len(found["rewritten"]) >= len(spellings) / 2
+    assert not set(found["rewritten"]) & set(loops)
