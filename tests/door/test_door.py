@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.door.programs import SPELLINGS, WAYS
+from tests.tools import programs
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ["blocks.0.moe", "blocks.1.moe"]
@@ -22,12 +23,19 @@ CLOSE = {"autocast": 0.05}
 
 @pytest.fixture
 def run(tmp_path) -> Callable[..., dict]:
-    """Runs a program of ``programs.py`` in a new process, with the caches of the test or of another name."""
+    """Runs a program of ``programs.py`` in a process of its own, with the caches of the test or of another name.
+
+    Those of the matrix differ in the order of their sets as well, which forks do not.
+    """
 
     def start(program: str, *arguments: str, caches: str = "caches") -> dict:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.door.programs", program, *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches)}
+        command = ["-m", "tests.door.programs", program, *arguments]
+        if program == "matrix":
+            command, variables = [sys.executable, *command], {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        else:
+            done = programs.run(*command, folder=tmp_path, **variables)
         results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
         assert done.returncode == 0 and results, done.stderr
         return json.loads(results[-1].partition(" ")[2])
