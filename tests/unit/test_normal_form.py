@@ -29,6 +29,15 @@ def test_symbolic_sizes_split_too(algebra):
     assert algebra.div(position, S) is b and algebra.mod(position, S) is s
 
 
+def test_multiples_of_symbolic_sizes_may_be_equal(algebra):
+    """Whether B divides 6, and 2 divides B, is not known."""
+    B = sympy.Symbol("B", positive=True, integer=True)
+    token = algebra.var(0, 7, "t")
+    for constant, scale in ((-6, B), (-B, 2), (-6, 2 * B), (2 * B, -4)):
+        assert algebra.eq(algebra.linear(constant, [(scale, token)]), algebra.zero).kind == "eq"
+    assert algebra.eq(algebra.linear(-6, [(2, token)]), algebra.zero) is algebra.eq(token, algebra.const(3))
+
+
 def test_remainder_that_may_overflow_stays(algebra):
     t, k = algebra.var(0, 10, "t"), algebra.var(1, 3, "r")
     position = algebra.linear(0, [(2, t), (1, k)])
