@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts, written_out
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
@@ -261,7 +260,7 @@ class _Known:
     def _is_once(self, slot: Expr, hit: Expr) -> bool:
         """True if a token's ids equal a number in one slot at most."""
         keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
-        return len(keys) == 1 and are_distinct(self.evaluator.algebra, keys[0], slot)
+        return len(keys) == 1 and self.evaluator.algebra.tells(keys, slot)
 
     def _largest(self, count: Expr) -> sympy.Expr:
         """As many as what a count is the sum over."""
