@@ -63,11 +63,11 @@ class Algebra:
         return self._intern("var", level, extent, tag)
 
     def fresh(self, used: Iterable[Expr], extent: Size, tag: str = "r") -> Expr:
-        """A variable numbered above every variable free in ``used``; zero where it has one value."""
+        """A variable numbered above each that is free in ``used``, and above bound ones; zero where it has one value."""
         if extent == 1:
             return self.zero
         levels = [v.args[0] for e in used for v in e.free]
-        return self.var(max(levels, default=-1) + 1, extent, tag)
+        return self.var(max([-1, *levels]) + 1, extent, tag)
 
     def leaf(self, value: Any, indices: tuple[Expr, ...]) -> Expr:
         if value.is_permutation and indices[0].kind == "inverse" and indices[0].args[0] is value:

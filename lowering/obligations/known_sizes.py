@@ -132,10 +132,8 @@ def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> b
         (ids == e).any(dim=-1).nonzero()        as many rows as weights[ids == e]
     """
     at = evaluator.variables(mask)
-    hits = evaluator.element(mask, at)
     slots = [at[dim] for dim in dims if mask.shape[dim] != 1]
-    sides = hits.args if hits.kind == "eq" and len(slots) == 1 else ()
-    return not slots or any(evaluator.algebra.tells([side], slots[0]) for side in sides)
+    return not slots or (len(slots) == 1 and evaluator.algebra.tells((), *slots, [evaluator.element(mask, at)]))
 
 
 def _or_none(compute: Callable, *args: Any) -> Any:

@@ -160,7 +160,7 @@ class LayerForm:
     def _is_once(self, e: Expr) -> bool:
         """True if ``e`` binds a comparison of ids that differ, of which one is the expert's at most."""
         var, body = self._algebra.open(e)
-        return body.kind == "eq" and any(var in ids.free and self._algebra.tells([ids], var) for ids in body.args)
+        return body.kind == "eq" and self._algebra.tells((), var, [body])
 
     def _absorbs(self, mask: Expr, other: Expr) -> bool:
         """True if ``other`` is a sum of what comparisons bracket, term by term, of which ``mask`` says that one of them holds."""

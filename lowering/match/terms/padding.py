@@ -234,7 +234,7 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
     if set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
         return None
     count, hit = parts["prefix"], parts["eq"]
-    once = slot is None or any(algebra.tells([ids], slot) for ids in hit.args if slot in ids.free)
+    once = slot is None or algebra.tells((), slot, [hit])
     if not once or not is_indicator(count.args[1]):
         return None
     return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)
