@@ -134,9 +134,6 @@ class Evaluator(IndexingRules):
             return self.with_only_feature(inner, found, indices)
         result: list[Expr] = []
         for outer_axes, inner_axes in _groups(outer, inner):
-            if len(outer_axes) == 1 and len(inner_axes) == 1:
-                result.append(indices[outer_axes[0]])
-                continue
             rest = self.algebra.position([outer[a] for a in outer_axes], [indices[a] for a in outer_axes])
             group: list[Expr] = []
             for i, a in enumerate(reversed(inner_axes)):
@@ -450,13 +447,11 @@ class Evaluator(IndexingRules):
 
     def _with_number(self, e: Expr, features: Indices) -> Expr:
         """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
-        if e.kind != "mul" or e.has_dot:
-            return e
         number, others = split_number(e)
         kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
             f for f in others if not f.free.isdisjoint(features)
         ]
-        if number == 1 or not kept:
+        if number == 1 or e.has_dot or not kept:
             return e
         rest = [*others]
         rest.remove(kept[0])  # once, of a square
