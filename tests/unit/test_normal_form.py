@@ -113,6 +113,12 @@ def test_factors_without_the_variable_leave_the_sum(algebra):
     assert algebra.sum(k, t) is algebra.mul(t, algebra.const(4))
 
 
+def test_new_variables_are_none_that_is_bound(algebra):
+    """Beside the variable of a binder, too, inside of which others are bound."""
+    (bound, *_), new = algebra.sum(algebra.var(0, 3, "r"), algebra.call("f", (algebra.var(0, 3, "r"),))).args, algebra.fresh
+    assert new([algebra.var(bound.args[0] - 1, 3, "r")], 3).args[0] == 0 and new([], 3).args[0] == 0
+
+
 def test_what_binds_replaces_what_is_inside_binders(algebra):
     t, a, b, c = algebra.var(0, 10, "t"), *(algebra.var(i, 4, "r") for i in (1, 2, 3))
     key = algebra.call("key", (t,))

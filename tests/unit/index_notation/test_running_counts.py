@@ -11,6 +11,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import most_counted
 from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from moeblaze_ops.lowering.statement.rules import LayerForm
 from tests.corpus.element_values import Run
 
 T, K, E = 4, 2, 3
@@ -180,6 +181,20 @@ def test_numbers_that_tell_a_row(numbers):
                     assert len({tuple(numbers.number(e, {row: i, n: at}) for e in some) for i in range(E)}) == E
     assert told >= 606
     assert not algebra.tells([leaf("top", row, n)], row) and algebra.tells(true, row) and not algebra.tells(true[:1], row)
+
+
+def test_two_numbers_of_a_slot_that_are_one():
+    """They may be so in several slots, each of which has another."""
+    evaluator, numbers = Evaluator(), Numbers()
+    algebra = numbers.algebra = evaluator.algebra
+    slot = algebra.var(1, E, "r")
+    ids = numbers.leaf("top", algebra.zero, slot)
+    for other in (slot, numbers.leaf("others", algebra.zero, slot)):
+        hit = algebra.eq(ids, other)
+        assert not algebra.tells((), slot, [hit])
+        assert LayerForm(evaluator).of(algebra.any(slot, hit)) is not algebra.sum(slot, hit)
+    hit = algebra.eq(ids, algebra.var(0, E, "r"))
+    assert LayerForm(evaluator).of(algebra.any(slot, hit)) is algebra.sum(slot, hit)
 
 
 def test_rows_of_equal_places_and_digits(numbers):
