@@ -133,7 +133,7 @@ def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> b
     """
     at = evaluator.variables(mask)
     slots = [at[dim] for dim in dims if mask.shape[dim] != 1]
-    return not slots or (len(slots) == 1 and evaluator.algebra.tells((), *slots, [evaluator.element(mask, at)]))
+    return not slots or (len(slots) == 1 and evaluator.algebra.tells((), slots[0], [evaluator.element(mask, at)]))
 
 
 def _or_none(compute: Callable, *args: Any) -> Any:
