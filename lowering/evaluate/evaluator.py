@@ -17,7 +17,6 @@ from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS, Depth, partial
 from moeblaze_ops.lowering.evaluate.groups import Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_weight, letters_of_choices, moves_with_token
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct, tells
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
@@ -135,9 +134,6 @@ class Evaluator(IndexingRules):
             return self.with_only_feature(inner, found, indices)
         result: list[Expr] = []
         for outer_axes, inner_axes in _groups(outer, inner):
-            if len(outer_axes) == 1 and len(inner_axes) == 1:
-                result.append(indices[outer_axes[0]])
-                continue
             rest = self.algebra.position([outer[a] for a in outer_axes], [indices[a] for a in outer_axes])
             group: list[Expr] = []
             for i, a in enumerate(reversed(inner_axes)):
@@ -306,7 +302,7 @@ class Evaluator(IndexingRules):
         if not inside.has_dot or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
             return self.algebra.leaf(value, indices)
         told = [i for leaf in subexpressions(e, lambda s: s.kind == "leaf") for i in leaf.args[1]] + [*self._of_true_elements(e)]
-        if not all(tells(self.algebra, told, var) for index in indices for var in index.free):
+        if not all(self.algebra.tells(told, var) for index in indices for var in index.free):
             return self.algebra.leaf(value, indices)
         places = tuple(index.args[0] for index in indices if index.kind == "const")  # of one expression two have two draws
         return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn, places))
@@ -390,7 +386,7 @@ class Evaluator(IndexingRules):
         constant, terms = body.args if body.kind == "linear" else (0, ((1, body),))
         factors = factors_of(terms[0][1])
         ids = [side for f in factors if f.kind == "eq" for side, other in (f.args, f.args[::-1]) if var not in other.free]
-        once = next((side for side in ids if side is var or are_distinct(self.algebra, side, var)), None)
+        once = next((side for side in ids if side is var or self.algebra.tells([side], var)), None)
         if len(terms) > 1 or terms[0][0] != 1 or once is None or not all(map(never_negative, factors)):
             return self.algebra.leaf(value, indices)
         mark = self.algebra.one if once is var else self.algebra.distinct(once, var)
@@ -451,13 +447,11 @@ class Evaluator(IndexingRules):
 
     def _with_number(self, e: Expr, features: Indices) -> Expr:
         """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
-        if e.kind != "mul" or e.has_dot:
-            return e
         number, others = split_number(e)
         kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
             f for f in others if not f.free.isdisjoint(features)
         ]
-        if number == 1 or not kept:
+        if number == 1 or e.has_dot or not kept:
             return e
         rest = [*others]
         rest.remove(kept[0])  # once, of a square

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeblaze_ops.lowering.evaluate.counted_numbers import count_of_any
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number
@@ -243,7 +242,7 @@ def keys_counted(algebra: Algebra, number: Expr, counts: Expr) -> tuple[Expr, li
     exact = counts is hits[0]
     if axes and not exact:
         once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
-        exact = counts is once and are_distinct(algebra, keys[0], axes[-1])
+        exact = counts is once and algebra.tells(keys, axes[-1])
     return (keys[0], axes) if exact else None
 
 

@@ -194,22 +194,10 @@ class IndexingRules(RunRules):
         stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
         hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
         counts = any(True for _ in subexpressions(hits, lambda e: e.kind == "prefix"))
-        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows[0], hits)
+        # buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       but not  buffer[ids, rows % capacity] = x
+        apart = counts and free == rows and len(rows) == 1 and self.algebra.tells((), rows[0], factors_of(hits))
         apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
-
-    def _are_apart(self, row: Expr, hits: Expr) -> bool:
-        """True if of the rows that hit an index there is one: no other has what it is compared with.
-
-            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       they are apart
-            buffer[ids, rows % capacity] = x                                they may not be
-        """
-        other = {row: self.algebra.fresh((row, hits), row.args[1])}
-        keys = {f: [side for side in f.args if row in side.free] for f in factors_of(hits) if f.kind == "eq"}
-        same = {f: self.algebra.eq(own[0], self.algebra.substitute(own[0], other)) for f, own in keys.items() if len(own) == 1}
-        met = self.algebra.sum(row, self.algebra.mul(*(same.get(f, f) for f in factors_of(hits))))
-        marks = [self.algebra.substitute(f, other) for f in factors_of(hits)]
-        return self.algebra.beside(met, marks) is self.algebra.one
 
     def _of_all_elements(
         self,

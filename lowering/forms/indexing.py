@@ -132,10 +132,8 @@ def _of_list(view: GraphView, numbers: list, extent: Size) -> Value:
 def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:
     extent, step = x.shape[dim], item.step or 1
     start = item.start or 0
-    if start == 0 and step == 1 and item.stop is None:
-        return x
     if not isinstance(extent, int):
-        whole = item.stop is not None and same_size(item.stop, extent)
+        whole = item.stop is None or same_size(item.stop, extent)
         known = dim == 0 and isinstance(item.stop, int) and item.stop >= 0
         require(start == 0 and step == 1 and (whole or known), "static slice")
         return x if whole else first_rows(view, x, item.stop, output_shape(view)[0])

@@ -63,11 +63,11 @@ class Algebra:
         return self._intern("var", level, extent, tag)
 
     def fresh(self, used: Iterable[Expr], extent: Size, tag: str = "r") -> Expr:
-        """A variable numbered above every variable free in ``used``; zero where it has one value."""
+        """A variable numbered above each that is free in ``used``, and above bound ones; zero where it has one value."""
         if extent == 1:
             return self.zero
         levels = [v.args[0] for e in used for v in e.free]
-        return self.var(max(levels, default=-1) + 1, extent, tag)
+        return self.var(max([-1, *levels]) + 1, extent, tag)
 
     def leaf(self, value: Any, indices: tuple[Expr, ...]) -> Expr:
         if value.is_permutation and indices[0].kind == "inverse" and indices[0].args[0] is value:
@@ -333,21 +333,50 @@ class Algebra:
         return None
 
     def _only_counted(self, var: Expr, body: Expr, known: Collection[Expr] = ()) -> Expr | None:
-        """What is left of the sum of a product with ``count(var) == count(n)``, of the same, if each counts its own row.
+        """What is left of the sum of a product that says of row ``var`` that it is another. The marks ``known`` are 1.
 
-        They are the same row. The marks ``known`` are 1.
+            count(var) == count(n), of the same, if each counts its own row         ids[t, var] == ids[t, n], if these differ
+            place(var) == place(n), of a mask's true elements                       var // K == n // K, var % K == n % K
         """
         factors = factors_of(body)
         marks = [*known, *factors]
         for f in (f for f in factors if f.kind == "eq" and var in f.free):
-            if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args):
+            (way, a, first), (other, b, second) = map(self._told_by, f.args)
+            same = [self.eq(*pair) for pair in zip(first, second, strict=True)] if way == other else []
+            if same and all(e in factors or self.extent(at) == 1 for e, at in zip(same, first, strict=True)):
+                return self.sum(var, self.mul(self.eq(a, b), *(g for g in factors if g not in same)))
+            counts = all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args)
+            if not counts and None in map(slot_of, f.args):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
-            first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in f.args)
-            if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
-                return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
+            sides = [self.substitute(self.substitute(e, numbers), numbers) for e in f.args]
+            alike = [e.args[:2] for e in sides if e.kind == "prefix"]
+            told = self.eq(*(e.args[2] for e in sides) if len(alike) == 2 and alike[0] == alike[1] else sides)
+            if {*told.args} != {*sides}:
+                return self.sum(var, self.mul(told, *(g for g in factors if g is not f)))
         return None
+
+    def _told_by(self, e: Expr) -> tuple[Any, Expr, list[Expr]]:
+        """What is told by numbers of which ``e`` is one, and these: a row by its place in a mask, a number by its digits."""
+        if e.kind == "div":
+            return e.args[1], e.args[0], [e, self.mod(*e.args)]
+        return (e.args[0], e.args[2], self.true_place(*e.args[::2])) if e.kind == "nonzero" else (None, e, [])
+
+    def tells(self, numbers: Iterable[Expr], var: Expr, marks: Sequence[Expr] = ()) -> bool:
+        """True if of all that ``var`` may be, of which the marks are 1, no two have the same numbers: one is compared with one.
+
+            ids[t, k]                       tells k, if ids are indices of a top-k along their last axis
+            ids.t()[k, t]                   does not tell t: these are the choices of several tokens
+            rows[t, k] * n + c              tells k where it tells c, which is below n
+            rows[t, k] + c                  does not: 1 + 2 is 2 + 1
+        """
+        keys = {f: own[0] for f in marks if f.kind == "eq" and len(own := [side for side in f.args if var in side.free]) == 1}
+        told = [number for number in (*numbers, *keys.values()) if var in number.free and is_whole(number)]
+        other = {var: self.fresh((var, *told, *marks), var.args[1])}
+        same = (self.eq(number, self.substitute(number, other)) for number in told)
+        met = self.sum(var, self.mul(*same, *(mark for mark in marks if mark not in keys)))
+        return self.beside(met, [self.substitute(mark, other) for mark in marks]) is self.one
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
         """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
@@ -458,7 +487,11 @@ class Algebra:
 
     def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
         """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
-        for size, _ in (*a.args[1], *b.args[1]) if a.kind == b.kind == "linear" else ():
+        if a.kind != "linear" or b.kind != "linear":
+            return None
+        if a.args[0] == b.args[0]:
+            a, b = (self.linear(0, e.args[1]) for e in (a, b))
+        for size, _ in (*a.args[1], *b.args[1]) if a.kind == b.kind == "linear" else ():  # one atom may be left
             split = self._split(a, size), self._split(b, size)
             if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
                 return self.mul(*(self.eq(*pair) for pair in digits))

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts, written_out
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
@@ -256,18 +255,13 @@ class _Known:
         slot, body = algebra.open(count)
         if count.kind == "sum":
             return algebra.sum(slot, self._added(body))
-        return algebra.sum(slot, body) if self._is_once(slot, body) else count
-
-    def _is_once(self, slot: Expr, hit: Expr) -> bool:
-        """True if a token's ids equal a number in one slot at most."""
-        keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
-        return len(keys) == 1 and are_distinct(self.evaluator.algebra, keys[0], slot)
+        return algebra.sum(slot, body) if algebra.tells((), slot, [body]) else count
 
     def _largest(self, count: Expr) -> sympy.Expr:
         """As many as what a count is the sum over."""
         if count.kind in ("sum", "prefix"):
-            var, body = count.args[:2]
-            return self._largest(body) * (1 if self._is_once(var, body) else sympy.sympify(var.args[1]))
+            var, body = (algebra := self.evaluator.algebra).open(count)
+            return self._largest(body) * (1 if algebra.tells((), var, [body]) else sympy.sympify(var.args[1]))
         return sympy.prod(map(self._largest, count.args)) if count.kind == "mul" else sympy.Integer(1)
 
     def _summands(self, e: Expr) -> list[Expr]:

@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
@@ -133,10 +132,8 @@ def _has_one_true(evaluator: Evaluator, mask: Value, dims: tuple[int, ...]) -> b
         (ids == e).any(dim=-1).nonzero()        as many rows as weights[ids == e]
     """
     at = evaluator.variables(mask)
-    hits = evaluator.element(mask, at)
     slots = [at[dim] for dim in dims if mask.shape[dim] != 1]
-    sides = hits.args if hits.kind == "eq" and len(slots) == 1 else ()
-    return not slots or any(are_distinct(evaluator.algebra, side, slots[0]) for side in sides)
+    return not slots or (len(slots) == 1 and evaluator.algebra.tells((), slots[0], [evaluator.element(mask, at)]))
 
 
 def _or_none(compute: Callable, *args: Any) -> Any:

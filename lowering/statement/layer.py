@@ -20,7 +20,6 @@ import torch
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -106,7 +105,7 @@ class Statement:
         """True if no two slots of a token have one expert, which makes something else of a sum of weights than of each."""
         slot = self._slot()
         try:
-            return slot is self._algebra.zero or (not self._slots_apart and are_distinct(self._algebra, self._id(slot), slot))
+            return slot is self._algebra.zero or (not self._slots_apart and self._algebra.tells([self._id(slot)], slot))
         except Unroll:  # ids that were written to have a formula of their own for each slot
             return False
 

@@ -11,7 +11,6 @@ import torch
 
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
@@ -38,7 +37,7 @@ class LayerForm:
     def _of(self, e: Expr) -> Expr:
         algebra = self._algebra
         match e.kind:
-            case "distinct" if are_distinct(algebra, *e.args):
+            case "distinct" if algebra.tells(e.args[:1], e.args[1]):
                 return algebra.one
             case "cast" if e.args[0].is_floating_point:
                 return self.of(e.args[1])
@@ -161,7 +160,7 @@ class LayerForm:
     def _is_once(self, e: Expr) -> bool:
         """True if ``e`` binds a comparison of ids that differ, of which one is the expert's at most."""
         var, body = self._algebra.open(e)
-        return body.kind == "eq" and any(var in ids.free and are_distinct(self._algebra, ids, var) for ids in body.args)
+        return body.kind == "eq" and self._algebra.tells((), var, [body])
 
     def _absorbs(self, mask: Expr, other: Expr) -> bool:
         """True if ``other`` is a sum of what comparisons bracket, term by term, of which ``mask`` says that one of them holds."""

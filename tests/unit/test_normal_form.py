@@ -29,6 +29,15 @@ def test_symbolic_sizes_split_too(algebra):
     assert algebra.div(position, S) is b and algebra.mod(position, S) is s
 
 
+def test_multiples_of_symbolic_sizes_may_be_equal(algebra):
+    """Whether B divides 6, and 2 divides B, is not known."""
+    B = sympy.Symbol("B", positive=True, integer=True)
+    token = algebra.var(0, 7, "t")
+    for constant, scale in ((-6, B), (-B, 2), (-6, 2 * B), (2 * B, -4)):
+        assert algebra.eq(algebra.linear(constant, [(scale, token)]), algebra.zero).kind == "eq"
+    assert algebra.eq(algebra.linear(-6, [(2, token)]), algebra.zero) is algebra.eq(token, algebra.const(3))
+
+
 def test_remainder_that_may_overflow_stays(algebra):
     t, k = algebra.var(0, 10, "t"), algebra.var(1, 3, "r")
     position = algebra.linear(0, [(2, t), (1, k)])
@@ -102,6 +111,12 @@ def test_factors_without_the_variable_leave_the_sum(algebra):
     weight = algebra.call("w", (t, k))
     assert algebra.sum(k, algebra.mul(t, weight)) is algebra.mul(t, algebra.sum(k, weight))
     assert algebra.sum(k, t) is algebra.mul(t, algebra.const(4))
+
+
+def test_new_variables_are_none_that_is_bound(algebra):
+    """Beside the variable of a binder, too, inside of which others are bound."""
+    (bound, *_), new = algebra.sum(algebra.var(0, 3, "r"), algebra.call("f", (algebra.var(0, 3, "r"),))).args, algebra.fresh
+    assert new([algebra.var(bound.args[0] - 1, 3, "r")], 3).args[0] == 0 and new([], 3).args[0] == 0
 
 
 def test_what_binds_replaces_what_is_inside_binders(algebra):

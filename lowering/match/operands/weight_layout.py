@@ -174,11 +174,11 @@ def _view(
 ) -> WeightView:
     first = halves[0]
     lead, *others = first
-    prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
-    prove(len({e.dtype for half in halves for e in half}) == 1, Reason.DTYPE_PATH, "weights of several dtypes")
     between = halves[-1][0].constant - lead.constant
     alike = all(up.constant - gate.constant == between for gate, up in zip(first, halves[-1], strict=True))
+    alike = alike and all(e.strides == lead.strides for half in halves for e in half)
     prove(alike, Reason.WEIGHT_LAYOUT, "experts lie differently")
+    prove(len({e.dtype for half in halves for e in half}) == 1, Reason.DTYPE_PATH, "weights of several dtypes")
     distance = others[0].constant - lead.constant if others else lead.strides[0]
     in_a_row = all(e.value is lead.value and e.constant == lead.constant + i * distance for i, e in enumerate(first))
     apart = len(others) > 0 and not (in_a_row and distance > 0)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moeblaze_ops.lowering.evaluate.groups import largest_of
-from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, split_number, subexpressions
@@ -235,7 +234,7 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
     if set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
         return None
     count, hit = parts["prefix"], parts["eq"]
-    once = slot is None or any(are_distinct(algebra, ids, slot) for ids in hit.args if slot in ids.free)
+    once = slot is None or algebra.tells((), slot, [hit])
     if not once or not is_indicator(count.args[1]):
         return None
     return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)

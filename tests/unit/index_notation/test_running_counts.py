@@ -8,9 +8,10 @@ import torch
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import subexpressions
+from moeblaze_ops.lowering.index_notation.expr import factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import most_counted
 from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from moeblaze_ops.lowering.statement.rules import LayerForm
 from tests.corpus.element_values import Run
 
 T, K, E = 4, 2, 3
@@ -26,9 +27,9 @@ class Numbers(Run):
     def leaf(self, of: str, *indices):
         """``m``: marks, ``n``: places, some of which are none, ``x``: numbers, ``ids``: of rows, ``top``: some that differ."""
         shapes = {"m": (T,), "more": (T,), "n": (T,), "x": (T,), "ids": (T,), "top": (E, E), "few": (K,), "any": (T, K)}
-        shapes |= {"others": (E, E), "rows": (E * E,), "order": (T,), "back": (T,)}
+        shapes |= {"others": (E, E), "rows": (E * E,), "order": (T,), "back": (T,), "true": (T, K), "also": (T, K)}
         if of not in self.tensors:
-            dtype = torch.bool if of in ("m", "more") else torch.float64 if of == "x" else torch.int64
+            dtype = torch.bool if of in ("m", "more", "true", "also") else torch.float64 if of == "x" else torch.int64
             value = Value("argsort" if of in ("order", "back") else "computed", (of,), shapes[of], dtype, None)
             value.choices_along = {"top": 1, "others": 1, "few": 0}.get(of)
             value.bound = {"ids": E, "top": E, "few": T, "any": T, "rows": E * E}.get(of)
@@ -45,6 +46,7 @@ class Numbers(Run):
             "top": torch.rand(E, E, generator=self.random).argsort(1), "few": torch.randperm(T, generator=self.random)[:K],
             "others": torch.rand(E, E, generator=self.random).argsort(1), "order": torch.randperm(T, generator=self.random),
             "back": torch.randperm(T, generator=self.random),
+            **{of: (torch.rand(T * K, generator=self.random).argsort() < E).view(T, K) for of in ("true", "also")},
         }  # fmt: skip
 
     def _held_by(self, value):
@@ -136,15 +138,15 @@ def test_sums_of_running_counts(numbers):
 
 
 def test_rows_that_are_apart():
-    evaluator, numbers = Evaluator(), Numbers()
-    algebra = numbers.algebra = evaluator.algebra
+    numbers = Numbers()
+    algebra = numbers.algebra
     row, key, place = algebra.var(0, T, "r"), algebra.var(1, E, "t"), algebra.var(2, T + 1, "t")
     ids, n, m = (numbers.leaf(of, row) for of in ("ids", "n", "m"))
     counts = [algebra.linear(less, [(1, count)]) for count in _counts(numbers, row).values() for less in (0, -1)]
     hits = [algebra.eq(ids, key), m, algebra.eq(ids, n), algebra.eq(n, place), *(algebra.eq(count, place) for count in counts)]
     apart = 0
     for some in (some for size in (1, 2, 3) for some in combinations(hits, size)):
-        if not evaluator._are_apart(row, algebra.mul(*some)):
+        if not algebra.tells((), row, factors_of(algebra.mul(*some))):
             continue
         apart += 1
         for _ in range(4):
@@ -153,6 +155,64 @@ def test_rows_that_are_apart():
                 at = dict(zip((key, place), at, strict=True))
                 assert sum(_times(numbers, some, {**at, row: i}) for i in range(T)) <= 1
     assert apart >= 68
+
+
+def test_numbers_that_tell_a_row(numbers):
+    """No other row has the same, whatever the other variables are."""
+    algebra, leaf = numbers.algebra, numbers.leaf
+    row, n = algebra.var(0, E, "r"), algebra.var(1, E, "r")
+    true, also = (algebra.true_place(leaf(of, n, n).args[0], row) for of in ("true", "also"))
+    times = algebra.linear(0, [(K, row), (1, leaf("ids", row))])
+    numbers_of = [
+        row, algebra.div(row, K), algebra.mod(row, K), algebra.div(times, E), algebra.mod(times, E), algebra.mod(times, K),
+        *true, *also, algebra.div(true[0], K), algebra.mod(true[0], K), leaf("ids", row), leaf("x", row), leaf("top", n, row),
+        leaf("top", row, n), leaf("top", n, algebra.div(leaf("top", n, row), K)), leaf("top", n, algebra.mod(row, K)),
+        leaf("top", leaf("ids", row), row), leaf("any", true[0], true[1]), leaf("few", true[1]),
+    ]  # fmt: skip
+    numbers_of += [algebra.linear(-1, [(E, first), (1, leaf("top", n, row))]) for first in (leaf("n", row), leaf("ids", row))]
+    numbers_of += [algebra.linear(0, [(1, leaf("ids", row)), (1, leaf("top", n, row))])]
+    told = 0
+    for some in (some for size in (1, 2, 3) for some in combinations(numbers_of, size)):
+        if algebra.tells(some, row):
+            told += 1
+            for _ in range(4):
+                numbers.draw()
+                for at in range(E):
+                    assert len({tuple(numbers.number(e, {row: i, n: at}) for e in some) for i in range(E)}) == E
+    assert told >= 606
+    assert not algebra.tells([leaf("top", row, n)], row) and algebra.tells(true, row) and not algebra.tells(true[:1], row)
+
+
+def test_two_numbers_of_a_slot_that_are_one():
+    """They may be so in several slots, each of which has another."""
+    evaluator, numbers = Evaluator(), Numbers()
+    algebra = numbers.algebra = evaluator.algebra
+    slot = algebra.var(1, E, "r")
+    ids = numbers.leaf("top", algebra.zero, slot)
+    for other in (slot, numbers.leaf("others", algebra.zero, slot)):
+        hit = algebra.eq(ids, other)
+        assert not algebra.tells((), slot, [hit])
+        assert LayerForm(evaluator).of(algebra.any(slot, hit)) is not algebra.sum(slot, hit)
+    hit = algebra.eq(ids, algebra.var(0, E, "r"))
+    assert LayerForm(evaluator).of(algebra.any(slot, hit)) is algebra.sum(slot, hit)
+
+
+def test_rows_of_equal_places_and_digits(numbers):
+    algebra, leaf = numbers.algebra, numbers.leaf
+    u, t = (algebra.var(level, E, "r") for level in (0, 1))
+
+    def two_of(row):
+        times = algebra.linear(0, [(K, row), (1, leaf("ids", row))])
+        digits = [(algebra.div(e, size), algebra.mod(e, size)) for e in (row, times) for size in (K, E)]
+        return *(algebra.true_place(leaf(of, row, row).args[0], row) for of in ("true", "also")), *digits
+
+    for (a, b), (c, d) in product(two_of(u), two_of(t)):
+        factors = algebra.eq(a, c), algebra.eq(b, d)
+        whole = algebra.sum(u, algebra.mul(*factors))
+        for _ in range(4):
+            numbers.draw()
+            for row in range(E):
+                assert numbers.number(whole, {t: row}) == sum(_times(numbers, factors, {u: i, t: row}) for i in range(E))
 
 
 def test_numbers_that_fit(numbers):
