@@ -6,8 +6,8 @@ _CHANGES_OUTSIDE = "Unsafe side effect"
 _SEQUENTIAL = "`checkpoint_sequential`"
 _WORDS_INSIDE = {
     _SEQUENTIAL: "it is called by checkpoint_sequential, which is not traced: call torch.utils.checkpoint.checkpoint instead",
-    "GetAttrVariable(AutogradFunctionVariable(": "an autograd.Function reads a tensor that is an attribute of its class: keep it in "
-    "a global variable",
+    "GetAttrVariable(AutogradFunctionVariable(": "an autograd.Function reads a tensor that is an attribute of its class: "
+    "keep it in a global variable",
 }
 _PLAIN_WORDS = {
     "Data-dependent branching": "a branch depends on the elements of a tensor",
