@@ -4,6 +4,11 @@ import re
 
 _CHANGES_OUTSIDE = "Unsafe side effect"
 _SEQUENTIAL = "`checkpoint_sequential`"
+_WORDS_INSIDE = {
+    _SEQUENTIAL: "it is called by checkpoint_sequential, which is not traced: call torch.utils.checkpoint.checkpoint instead",
+    "GetAttrVariable(AutogradFunctionVariable(": "an autograd.Function reads a tensor that is an attribute of its class: "
+    "keep it in a global variable",
+}
 _PLAIN_WORDS = {
     "Data-dependent branching": "a branch depends on the elements of a tensor",
     "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
@@ -13,6 +18,7 @@ _PLAIN_WORDS = {
     "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
     "Attempted to use tensor creation function with requires_grad=True": "a tensor is made with requires_grad=True: leave that "
     "out, since what is added to it has a gradient already",
+    "Data dependent operator": "a number is read from a tensor",
     "Unsupported Tensor.item()": "a number is read from a tensor",
     "Unsupported Tensor.tolist()": "numbers are read from a tensor",
 }
@@ -22,9 +28,8 @@ def in_plain_words(reason: str) -> str:
     """The first line of what Dynamo says, after what it means where that is known; the name of an error may stand before it."""
     first = first_line(reason)
     said = re.sub(r"^\w+: ", "", first)
-    meaning = next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
-    if _SEQUENTIAL in reason:
-        meaning = "it is called by checkpoint_sequential, which is not traced: call torch.utils.checkpoint.checkpoint instead"
+    inside = next((words for part, words in _WORDS_INSIDE.items() if part in reason), None)
+    meaning = inside or next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
     return f"{meaning} ({first})" if meaning else first
 
 

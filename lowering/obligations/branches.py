@@ -329,9 +329,14 @@ class _Proof:
             return self._same_number(_number(before), _number(after))
         one, other = self.view.value_at(before, self.first), self.view.value_at(after, self.last)
         are_first = self._are_first_rows(one, other)
-        if self._is_shared(before, after) or not (are_first or _layout(before) == _layout(after)):
+        if self._is_shared(before, after) or not (are_first or self._layout(before) == self._layout(after)):
             return False
-        return are_first or self._same(one, other)
+        return are_first or 0 in self._layout(before)[2] or self._same(one, other)
+
+    def _layout(self, node: fx.Node) -> tuple:
+        """How a tensor lies: of no rows, as ``x.new_empty(0, D)`` does, where the condition says that there are none."""
+        fake = fake_of(node)
+        return fake.dtype, fake.device, *(tuple(self._size(size_of(n)) for n in sizes) for sizes in (fake.shape, fake.stride()))
 
     def _are_first_rows(self, rows: Value, first: Value) -> bool:
         """True if ``first`` has the first ones of as many rows as there are no more of than it may have: ``rows[:C]``."""
@@ -465,11 +470,6 @@ class _Proof:
 def _number(operand: fx.Node | int) -> Size | None:
     fake = fake_of(operand) if isinstance(operand, fx.Node) else operand
     return size_of(fake) if isinstance(fake, int | torch.SymInt) else None
-
-
-def _layout(node: fx.Node) -> tuple:
-    fake = fake_of(node)
-    return fake.dtype, fake.device, tuple(map(str, fake.shape)), tuple(map(str, fake.stride()))
 
 
 def _line(node: fx.Node) -> str:

@@ -54,7 +54,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     known_number,
     total_of,
 )
-from moeblaze_ops.lowering.tracing.host_numbers import compared
+from moeblaze_ops.lowering.tracing.host_numbers import compared, settled_condition
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
 from moeblaze_ops.lowering.tracing.questions import Questions, asked_by, holds_numbers_of_data
 from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, is_unread, known_of_sizes, realized, says_more, world
@@ -455,10 +455,10 @@ _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "
 
 
 def _known(tx: Any, variable: Variable) -> Variable:
-    """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
+    """A condition on elements of hits, as ``e == 2`` in an expert's round, or on sizes that are known, as the flag that it is."""
     if isinstance(variable, Numbers):
         return variable.length(tx)
-    number = known_number(variable)
+    number = settled_condition(tx, variable) if isinstance(variable, SymNodeVariable) else known_number(variable)
     return variable if number is None else ConstantVariable.create(bool(number))
 
 

@@ -195,6 +195,18 @@ def compared(tx: Any, sign: str, x: VariableTracker, number: VariableTracker) ->
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _COMPARISONS[sign], (x.as_proxy(), held), {}))
 
 
+def settled_condition(tx: Any, condition: SymNodeVariable) -> bool | None:
+    """What a comparison of numbers that the data tell is, where it is the same whatever they tell.
+
+        if rows.shape[0] > sum(counts.tolist()):        all rows are counted
+    """
+    number = condition.sym_num
+    if not isinstance(number, torch.SymBool) or len(free_unbacked_symbols(number)) < 2:
+        return None
+    found = number.node.expr.xreplace(known_sizes_of(tx.output.graph))
+    return bool(found) if found in (sympy.true, sympy.false) else None
+
+
 def _holder(tx: Any, x: VariableTracker, number: VariableTracker) -> torch.fx.Proxy | None:
     """The tensor that a number was read from, where that may stand beside ``x`` as well: the number may go then.
 

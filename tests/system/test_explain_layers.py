@@ -230,6 +230,35 @@ def test_what_a_backend_raised_is_said():
     assert first_line("backend='backend' raised:") == "backend='backend' raised:"
 
 
+class ScaledLoss(torch.autograd.Function):
+    """As Megatron scales the loss of a router: with a tensor that the training loop sets."""
+
+    scale = torch.ones(())
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(loss)
+        return x
+
+    @staticmethod
+    def backward(ctx, d):
+        return d, torch.ones_like(ctx.saved_tensors[0]) * ScaledLoss.scale
+
+
+def test_what_breaks_a_graph_is_said_by_what_to_write():
+    def step(x):
+        return ScaledLoss.apply(x * 2, x.sum())
+
+    def counted(x):
+        return x * sum(x.long().tolist())
+
+    x = torch.randn(3, requires_grad=True)
+    if torch.__version__ >= "2.13":
+        assert "keep it in a global variable" in str(moeblaze_ops.explain(step, x))
+    assert "a number is read from a tensor" in in_plain_words("Data dependent operator\n  Explanation: Operator ...")
+    assert any("read from a tensor" in note for note in moeblaze_ops.explain(counted, x.detach()).notes)
+
+
 def test_functions_without_operations_are_one_note():
     """Dynamo's names for what follows a break are not shown, nor each function that it had nothing to compile of."""
 

@@ -331,6 +331,24 @@ def torchtitan(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token, _padded(self, x[token], counts) * scale)
 
 
+def padded_on_demand(self, x, weights, ids):
+    """Groups without rows are made of nothing, and zeros join them where rows are left, which are none: all ids are counted."""
+    order, _, scale = sorted_by_expert(self, x, weights, ids)
+    rows, outputs = x[order // ids.shape[1]], []
+    sizes = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+    for e, part in enumerate(rows[: sum(sizes)].split(sizes)):
+        if part.shape[0] == 0:
+            outputs.append(part.new_empty(0, x.shape[1]))
+            continue
+        outputs.append(self.experts[e](part))
+    y = torch.cat(outputs)
+    if rows.shape[0] > sum(sizes):
+        y = torch.cat((y, rows.new_zeros((rows.shape[0] - sum(sizes), x.shape[1])))) * 2
+    out = torch.zeros_like(y)
+    out[order] = y * scale
+    return out.view(*ids.shape, -1).sum(1)
+
+
 def used_slots(self, weights, ids):
     """The slots that have a weight, sorted by expert, by their numbers and by those among all that have one; their ids."""
     used = torch.where(weights.flatten() != 0)[0]
@@ -383,7 +401,7 @@ SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, sparse_dispatcher, llama_moe, running_sum, zipped, offsets_list,
-    padded_ends, stored_starts, slots_with_weights, slots_stored, weights_stored,
+    padded_ends, padded_on_demand, stored_starts, slots_with_weights, slots_stored, weights_stored,
     counts_by_index, counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)

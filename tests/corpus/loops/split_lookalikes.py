@@ -4,6 +4,7 @@ import torch
 
 from tests.corpus.loops.split import (  # noqa: F401
     padded_ends,
+    padded_on_demand,
     run_expert,
     slots_with_weights,
     sorted_by_expert,
@@ -98,6 +99,11 @@ _CHANGES = {
     "gates_as_they_stood": (sparse_dispatcher, ("experts[:, 1:]", "chosen[:, 1:]")),
     "padded_behind": (padded_ends, ("(1, 0))", "(0, 1))")),  # the rows of the first expert are left out
     "padded_by_one": (padded_ends, ("(1, 0))", "(1, 0), value=1)")),
+    "zeros_if_the_first_has_no_rows": (
+        padded_on_demand, ("part.shape[0] == 0", "sizes[0] == 0"), ("new_empty(0, x.shape[1])", "new_zeros(part.shape)"),
+    ),
+    "doubled_if_the_first_has_rows": (padded_on_demand, ("shape[0] > sum(sizes)", "shape[0] > sum(sizes[1:])")),
+    "pads_what_is_left": (padded_on_demand, (".tolist()", ".tolist()[:-1]")),
     "gates_of_the_first": (sparse_dispatcher, ("gates[token]", "gates[chosen[:, 0]]")),
 }  # fmt: skip
 _BY_ORDER = "slots, _, chosen", "slots, order, chosen"
