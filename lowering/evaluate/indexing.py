@@ -12,10 +12,10 @@ from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_hidden, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_choice, is_hidden, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
 
 
@@ -33,6 +33,23 @@ class IndexingRules(RunRules):
         gathered, shape = indices[first : first + rank], value.shape[first : first + rank]
         rest = iter((*indices[:first], *indices[first + rank :]))
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
+        return self._read(value, indices, own, depth)
+
+    def _read(self, value: Value, indices: "Indices", own: "Indices", depth: int) -> Expr:
+        """The element of what a subscript reads at ``own``; at an index that is one of two, one of two elements.
+
+            torch.cat([y, zeros])[torch.where(kept, slot, E * C)]           [kept] y[slot]
+            torch.cat([x, zeros])[torch.full((E * C,), T).scatter(0, slots, tokens)[slot]]
+        """
+        x, tensors, _ = value.args
+        for n, (base, rows, hits, at) in enumerate(map(self._one_of_two, own)):
+            if tensors[n] is not None and base is not at:
+                kept, other = (self._read(value, indices, (*own[:n], side, *own[n + 1 :]), depth) for side in (at, base))
+                if other is self.algebra.zero:
+                    kept = self.algebra.mul(hits, self.algebra.beside(kept, factors_of(hits)))
+                    for row in rows:
+                        kept = self.algebra.sum(row, kept)
+                    return kept
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
@@ -43,6 +60,22 @@ class IndexingRules(RunRules):
             if len(at) == len(mask.shape) and is_indicator(hit := self.element(mask, tuple(at[dim] for dim in sorted(at)))):
                 e = self.algebra.substitute(e, {hit: self.algebra.one})  # a mask is 1 at each of its own true elements
         return e
+
+    def _one_of_two(self, index: Expr) -> tuple[Expr, list[Expr], Expr, Expr]:
+        """What an index is, or the one of some rows that hits: another number, the rows, where they hit, and what it is there."""
+        if is_choice(index):
+            mask, at, base = index.args[1]
+            return base, [], mask, at
+        constant, terms = index.args if index.kind == "linear" else (0, ((1, index),))
+        rows, (times, body) = [], terms[0]
+        while body.kind == "sum":
+            row, body = self.algebra.open(body)
+            rows.insert(0, row)
+        hits = self.algebra.mul(*(f for f in factors_of(body) if is_indicator(f)))
+        others = [f for f in factors_of(body) if not is_indicator(f)]
+        if len(terms) > 1 or len(others) != 1 or times != 1 or not rows or not self._are_apart(rows, hits):
+            return index, [], hits, index
+        return self.algebra.const(constant), rows, hits, self.algebra.linear(constant, [(1, others[0])])
 
     def _may_count_from_end(self, index: Expr) -> bool:
         """True if a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
@@ -194,20 +227,24 @@ class IndexingRules(RunRules):
         stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
         hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
         counts = any(True for _ in subexpressions(hits, lambda e: e.kind == "prefix"))
-        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows[0], hits)
+        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows, hits)
         apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
 
-    def _are_apart(self, row: Expr, hits: Expr) -> bool:
+    def _are_apart(self, rows: list[Expr], hits: Expr) -> bool:
         """True if of the rows that hit an index there is one: no other has what it is compared with.
 
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       they are apart
             buffer[ids, rows % capacity] = x                                they may not be
         """
-        other = {row: self.algebra.fresh((row, hits), row.args[1])}
-        keys = {f: [side for side in f.args if row in side.free] for f in factors_of(hits) if f.kind == "eq"}
+        other: dict[Expr, Expr] = {}
+        for row in rows:
+            other[row] = self.algebra.fresh((*rows, *other.values(), hits), row.args[1])
+        keys = {f: [side for side in f.args if not side.free.isdisjoint(rows)] for f in factors_of(hits) if f.kind == "eq"}
         same = {f: self.algebra.eq(own[0], self.algebra.substitute(own[0], other)) for f, own in keys.items() if len(own) == 1}
-        met = self.algebra.sum(row, self.algebra.mul(*(same.get(f, f) for f in factors_of(hits))))
+        met = self.algebra.mul(*(same.get(f, f) for f in factors_of(hits)))
+        for row in rows:
+            met = self.algebra.sum(row, met)
         marks = [self.algebra.substitute(f, other) for f in factors_of(hits)]
         return self.algebra.beside(met, marks) is self.algebra.one
 
@@ -315,8 +352,8 @@ class _Landed:
             body = algebra.sum(var, body)
         return body
 
-    def total(self, algebra: Algebra) -> Expr:
-        return self._summed(algebra, algebra.mul(self.hits, self.body))
+    def total(self, algebra: Algebra, body: Expr | None = None) -> Expr:
+        return self._summed(algebra, algebra.mul(self.hits, body or self.body))
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
@@ -327,6 +364,9 @@ class _Landed:
         if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
         added = added_to(algebra, base, self.body, () if self.free else factors_of(self.hits))
+        if added is None and (self.apart or not self.free) and is_whole(base) and is_whole(self.body):  # indices, of others
+            stored = self.total(algebra, algebra.linear(0, [(1, self.body), (-1, base)]))
+            return algebra.linear(0, [(1, base), (1, stored)])
         if added is None and not self.free and is_hidden(self.body):
             return algebra.add(elsewhere(algebra, base, self.hits), algebra.mul(self.hits, self.body))
         once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)

@@ -21,12 +21,13 @@ from moeblaze_ops.lowering.index_notation.expr import (
     Expr,
     TooLarge,
     factors_of,
+    is_choice,
     is_hidden,
     leaves_of,
     split_number,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, slot_of
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, most_counted, slot_of, told_below
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
 from moeblaze_ops.lowering.index_notation.number_ranges import extent, is_whole, never_negative
 
@@ -80,6 +81,8 @@ class Algebra:
 
     def fits(self, e: Expr, size: Size, marks: Collection[Expr] = ()) -> bool:
         """True if an index expression is from 0 on and stays below ``size``, where all marks are 1."""
+        if is_choice(e):
+            return all(self.fits(side, size, marks) for side in e.args[1][1:])
         floors = dict.fromkeys(marks, 1)
         bound = self.extent(e, floors)
         below = any(is_below(mark, e, size) for mark in marks) and never_negative(e, floors)
@@ -233,18 +236,19 @@ class Algebra:
         return visit(e)
 
     def beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
-        """``e`` where all marks are 1: of p.clamp(max=C - 1), p * (p < C) and torch.where(p < C, p, 0) it is p."""
+        """``e`` where all marks are 1: of p.clamp(max=C - 1), p % C, p * (p < C) and torch.where(p < C, p, 0) it is p."""
         told = dict.fromkeys(marks, self.one)
-        e = self._with(self.substitute(e, told), lambda s: self._only_counted(*self.open(s), marks) if s.kind == "sum" else None)
         e = self.substitute(e, told)
-        known: dict[Expr, Expr] = {}
+        known = {s: s.args[0] for s in subexpressions(e, lambda s: s.kind == "mod") if self.fits(*s.args, marks)}
         for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp"):
             (number,), (lower, upper) = clamp.args[1:]
             if is_whole(number) and (upper is None or any(is_below(mark, number, upper + 1) for mark in marks)):
                 is_told = never_negative(number) or self.call("ge", (number, self.zero)) in marks
                 is_above = lower is None or (lower <= 0 and is_told)
                 known[clamp] = number if is_above else self.call("clamp", (number,), lower, None)
-        return self.substitute(e, known)
+        e = self.substitute(e, known)
+        e = self._with(e, lambda s: self._only_counted(*self.open(s), marks) if s.kind == "sum" else None)
+        return self.substitute(e, told)
 
     def _intersected(self, factors: Iterable[Expr]) -> list[Expr]:
         """Factors of which no two say between which numbers one integer lies."""
@@ -430,6 +434,9 @@ class Algebra:
             return self.eq(*slots)
         if a.kind == b.kind == "inverse" and a.args[0] is b.args[0] and all(self.fits(e.args[1], self.extent(e)) for e in (a, b)):
             return self.eq(a.args[1], b.args[1])
+        for one, other in ((a, b), (b, a)):
+            if is_choice(one) and self.eq(one.args[1][2], other) is self.zero:
+                return self.mul(one.args[1][0], self.beside(self.eq(one.args[1][1], other), factors_of(one.args[1][0])))
         if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved
         for number, index in ((a, b), (b, a)):
@@ -458,21 +465,35 @@ class Algebra:
 
     def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
         """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
-        for size, _ in (*a.args[1], *b.args[1]) if a.kind == b.kind == "linear" else ():
+        for size, _ in (term for e in (a, b) if e.kind == "linear" for term in e.args[1]):
             split = self._split(a, size), self._split(b, size)
             if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
                 return self.mul(*(self.eq(*pair) for pair in digits))
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
-        if name == "where" and args[0] is self.one:
-            return args[1]
+        if name == "where" and (args[0] in (self.zero, self.one) or is_indicator(args[0])):
+            return self.choice(*args)
         is_of_row = (name == "div" and is_hidden(args[1])) or (name == DROPOUT and is_hidden(args[0]))
         factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
         outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
         if outside:  # what else scales a row is a factor of the result
             return self.mul(*outside, self.call(name, (self.mul(*(f for f in factors if f not in outside)), *args[1:]), *params))
         return self._intern("call", name, args, params)
+
+    def choice(self, mask: Expr, kept: Expr, other: Expr) -> Expr:
+        """``kept`` where a mask is 1, and there as the mask tells: a count that is below C then is its own remainder; else ``other``."""
+        marks = factors_of(mask)
+        told = dict.fromkeys(marks, self.one)
+        for count in subexpressions(kept, lambda e: e.kind == "prefix"):
+            before = self.linear(-1, [(1, count)])
+            ends = [end for number, end in filter(None, map(told_below, marks)) if number is before] + [most_counted(count)]
+            if self.fits(before, ends[0], marks):
+                told[count] = self.linear(1, [(1, self.mod(before, ends[0]))])
+        kept, other = self.substitute(kept, told), self.substitute(other, {mask: self.zero})
+        if mask is self.one or kept is other:
+            return kept
+        return other if mask is self.zero else self._intern("call", "where", (mask, kept, other), ())
 
     def scaled(self, number: float, e: Expr) -> Expr:
         """``number * e`` as one factor, out of which no sum takes the number."""
