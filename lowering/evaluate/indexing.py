@@ -6,6 +6,8 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from typing import TypeAlias
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.evaluate.runs import RunRules
@@ -17,6 +19,8 @@ from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
+
+_Hits: TypeAlias = tuple[list[Expr], Expr, Expr]
 
 
 class IndexingRules(RunRules):
@@ -42,14 +46,16 @@ class IndexingRules(RunRules):
             torch.cat([x, zeros])[torch.full((E * C,), T).scatter(0, slots, tokens)[slot]]
         """
         x, tensors, _ = value.args
-        for n, (base, rows, hits, at) in enumerate(map(self._one_of_two, own)):
-            if tensors[n] is not None and base is not at:
-                kept, other = (self._read(value, indices, (*own[:n], side, *own[n + 1 :]), depth) for side in (at, base))
-                if other is self.algebra.zero:
-                    kept = self.algebra.mul(hits, self.algebra.beside(kept, factors_of(hits)))
-                    for row in rows:
-                        kept = self.algebra.sum(row, kept)
-                    return kept
+        for n, i in enumerate(own):
+            base, others = self._one_of(i) if tensors[n] is not None else (i, [])
+            if not others or self._read(value, indices, (*own[:n], base, *own[n + 1 :]), depth) is not self.algebra.zero:
+                continue
+            total = []
+            for rows, hits, at in others:
+                kept = self._read(value, indices, (*own[:n], at, *own[n + 1 :]), depth)
+                kept = self.algebra.mul(hits, self.algebra.beside(kept, factors_of(hits)))
+                total.append(reduce(lambda e, row: self.algebra.sum(row, e), rows, kept))
+            return self.algebra.add(*total)
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
@@ -61,21 +67,31 @@ class IndexingRules(RunRules):
                 e = self.algebra.substitute(e, {hit: self.algebra.one})  # a mask is 1 at each of its own true elements
         return e
 
-    def _one_of_two(self, index: Expr) -> tuple[Expr, list[Expr], Expr, Expr]:
-        """What an index is, or the one of some rows that hits: another number, the rows, where they hit, and what it is there."""
+    def _one_of(self, index: Expr) -> tuple[Expr, list[_Hits]]:
+        """What an index is, or one of several: where none of some rows hits, and these rows, where they hit and what it is there."""
         if is_choice(index):
             mask, at, base = index.args[1]
-            return base, [], mask, at
+            return base, [([], mask, at)]
         constant, terms = index.args if index.kind == "linear" else (0, ((1, index),))
-        rows, (times, body) = [], terms[0]
-        while body.kind == "sum":
-            row, body = self.algebra.open(body)
-            rows.insert(0, row)
-        hits = self.algebra.mul(*(f for f in factors_of(body) if is_indicator(f)))
-        others = [f for f in factors_of(body) if not is_indicator(f)]
-        if len(terms) > 1 or len(others) != 1 or times != 1 or not rows or not self._are_apart(rows, hits):
-            return index, [], hits, index
-        return self.algebra.const(constant), rows, hits, self.algebra.linear(constant, [(1, others[0])])
+        found: list[_Hits] = []
+        for times, body in terms:
+            rows = [row for own, *_ in found for row in own]
+            start = len(rows)
+            while body.kind == "sum":
+                row, body = self.algebra.open(body)
+                rows.append(self.algebra.fresh((index, body, *rows), row.args[1]))
+                body = self.algebra.substitute(body, {row: rows[-1]})
+            marks = [f for f in factors_of(body) if is_indicator(f)]
+            own, hits, others = rows[start:], self.algebra.mul(*marks), [f for f in factors_of(body) if f not in marks]
+            apart = own and self._are_apart(own, hits)
+            if times != 1 or len(others) != 1 or not apart or any(map(partial(self._meet, marks), found)):
+                return index, []
+            found.append((own, hits, self.algebra.linear(constant, [(1, others[0])])))
+        return self.algebra.const(constant), found
+
+    def _meet(self, marks: list[Expr], others: _Hits) -> bool:
+        """True if one of some rows may hit what the one does for which all marks are 1."""
+        return self._met(*others[:2], marks) is not self.algebra.zero
 
     def _may_count_from_end(self, index: Expr) -> bool:
         """True if a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
@@ -191,13 +207,22 @@ class IndexingRules(RunRules):
             if accumulate:
                 element = self.algebra.add(element, landed.total(self.algebra))
             elif joined is None:
-                element = landed.replaces(self.algebra, element)
+                element = self._stored_index(landed, element) or landed.replaces(self.algebra, element)
             else:
                 added = landed.once(self.algebra)
                 element = added and apply_pointwise(self.algebra, joined, [element, added], (), integers=False)
             if element is None:
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
+
+    def _stored_index(self, landed: "_Landed", base: Expr) -> Expr | None:
+        """An index where at most one row is stored over others that are none of the same, or over a number."""
+        number, others = self._one_of(base)
+        alone = landed.apart and (others or base.kind == "const") and not any(map(partial(self._meet, [*factors_of(landed.hits)]), others))
+        if not alone or not is_whole(number) or not is_whole(landed.body):
+            return None
+        body = self.algebra.linear(0, [(1, landed.body), (-1, number)])
+        return self.algebra.linear(0, [(1, base), (1, landed.total(self.algebra, body))])
 
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
@@ -240,13 +265,16 @@ class IndexingRules(RunRules):
         other: dict[Expr, Expr] = {}
         for row in rows:
             other[row] = self.algebra.fresh((*rows, *other.values(), hits), row.args[1])
-        keys = {f: [side for side in f.args if not side.free.isdisjoint(rows)] for f in factors_of(hits) if f.kind == "eq"}
-        same = {f: self.algebra.eq(own[0], self.algebra.substitute(own[0], other)) for f, own in keys.items() if len(own) == 1}
-        met = self.algebra.mul(*(same.get(f, f) for f in factors_of(hits)))
-        for row in rows:
-            met = self.algebra.sum(row, met)
-        marks = [self.algebra.substitute(f, other) for f in factors_of(hits)]
-        return self.algebra.beside(met, marks) is self.algebra.one
+        return self._met(rows, hits, [self.algebra.substitute(f, other) for f in factors_of(hits)]) is self.algebra.one
+
+    def _met(self, rows: list[Expr], hits: Expr, marks: list[Expr]) -> Expr:
+        """How many rows hit the index that another one hits, for which all marks are 1."""
+        sides = {i: own for f in marks if f.kind == "eq" for own, i in (f.args, f.args[::-1])}
+        met = self.algebra.one
+        for f in factors_of(hits):
+            own = [(side, sides[i]) for side, i in (f.args, f.args[::-1]) if i in sides and i.free.isdisjoint(rows)] if f.kind == "eq" else []
+            met = self.algebra.mul(met, self.algebra.eq(*own[0]) if len(own) == 1 else f)
+        return self.algebra.beside(reduce(lambda e, row: self.algebra.sum(row, e), rows, met), marks)
 
     def _of_all_elements(
         self,
@@ -364,9 +392,6 @@ class _Landed:
         if not self.free and all(self.hits in factors_of(term) for term in (base.args if base.kind == "add" else (base,))):
             return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
         added = added_to(algebra, base, self.body, () if self.free else factors_of(self.hits))
-        if added is None and (self.apart or not self.free) and is_whole(base) and is_whole(self.body):  # indices, of others
-            stored = self.total(algebra, algebra.linear(0, [(1, self.body), (-1, base)]))
-            return algebra.linear(0, [(1, base), (1, stored)])
         if added is None and not self.free and is_hidden(self.body):
             return algebra.add(elsewhere(algebra, base, self.hits), algebra.mul(self.hits, self.body))
         once = added and _Landed(self.free, self.hits, added, apart=self.apart).once(algebra)

@@ -20,6 +20,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     SCALED,
     Expr,
     TooLarge,
+    atoms_of,
     factors_of,
     is_choice,
     is_hidden,
@@ -29,7 +30,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, most_counted, slot_of, told_below
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import extent, is_whole, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -339,19 +340,32 @@ class Algebra:
     def _only_counted(self, var: Expr, body: Expr, known: Collection[Expr] = ()) -> Expr | None:
         """What is left of the sum of a product with ``count(var) == count(n)``, of the same, if each counts its own row.
 
-        They are the same row. The marks ``known`` are 1.
+        They are the same row; of counts that are never equal it is zero. The marks ``known`` are 1.
         """
         factors = factors_of(body)
         marks = [*known, *factors]
         for f in (f for f in factors if f.kind == "eq" and var in f.free):
-            if not all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args):
+            counts = [atom for side in f.args for atom in atoms_of(side) if atom.kind == "prefix"]
+            if not counts:
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
-            first, second = (self.substitute(self.substitute(e, numbers), numbers) for e in f.args)
-            if first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
+            there = {e: self.substitute(self.substitute(e, numbers), numbers) for e in (*f.args, *counts)}
+            told = [there[e] for e in counts if {*factors_of(e.own or e)} <= {self.one, *marks}]
+            met = self.eq(*(there[side] for side in f.args))
+            if any(self._is_above(there[a], there[b], dict.fromkeys(told, 1)) for a, b in (f.args, f.args[::-1])):
+                return self.zero
+            first, second = met.args if met.kind == "eq" else (met, met)
+            if {first, second} <= {*told} and first.args[:2] == second.args[:2]:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
         return None
+
+    def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
+        """True if an integer is larger than another one, of which no running count is larger than the whole count."""
+        gap = self.linear(-1, [(1, a), (-1, b)])
+        terms = gap.args[1] if gap.kind == "linear" else ()
+        wholes = {e: self.sum(*self.open(e)) for n, e in terms if n == -1 and e.kind == "prefix" and is_count(e)}
+        return bool(wholes) and never_negative(self.linear(gap.args[0], [(n, wholes.get(e, e)) for n, e in terms]), floors)
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
         """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
@@ -386,6 +400,8 @@ class Algebra:
     def any(self, var: Expr, body: Expr) -> Expr:
         if var not in body.free:
             return body
+        if (only := self.only_terms(var, body)) is not None:
+            return self.any(*only)
         return self._over_both(self.any, var, body) or self._close("any", var, body)
 
     def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
@@ -485,11 +501,11 @@ class Algebra:
         """``kept`` where a mask is 1, and there as the mask tells: a count that is below C then is its own remainder; else ``other``."""
         marks = factors_of(mask)
         told = dict.fromkeys(marks, self.one)
-        for count in subexpressions(kept, lambda e: e.kind == "prefix"):
-            before = self.linear(-1, [(1, count)])
-            ends = [end for number, end in filter(None, map(told_below, marks)) if number is before] + [most_counted(count)]
-            if self.fits(before, ends[0], marks):
-                told[count] = self.linear(1, [(1, self.mod(before, ends[0]))])
+        counts = [(self.linear(-1, [(1, e)]), most_counted(e)) for e in subexpressions(kept, lambda e: e.kind == "prefix")]
+        for number, end in [*filter(None, map(told_below, marks)), *counts]:
+            count = next((atom for atom in atoms_of(number) if atom.kind == "prefix"), None)
+            if count is not None and self.fits(number, end, marks):
+                told.setdefault(count, self.linear(0, [(1, self.mod(number, end)), (1, count), (-1, number)]))
         kept, other = self.substitute(kept, told), self.substitute(other, {mask: self.zero})
         if mask is self.one or kept is other:
             return kept
