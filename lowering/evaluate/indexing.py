@@ -6,21 +6,26 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial, reduce
-from typing import TypeAlias
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_choice, is_hidden, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import (
+    STORED,
+    Expr,
+    Indices,
+    factors_of,
+    is_choice,
+    is_hidden,
+    key_and_number,
+    subexpressions,
+)
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
-
-_Hits: TypeAlias = tuple[list[Expr], Expr, Expr]
 
 
 class IndexingRules(RunRules):
@@ -29,6 +34,7 @@ class IndexingRules(RunRules):
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
     _numbers_true: dict[Value, set[Size]]
+    _rows_stored: "dict[Expr, tuple[Expr, list[_Landed]]]"
     _counted: Callable[..., Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
@@ -46,16 +52,16 @@ class IndexingRules(RunRules):
             torch.cat([x, zeros])[torch.full((E * C,), T).scatter(0, slots, tokens)[slot]]
         """
         x, tensors, _ = value.args
+
+        def read(n: int, index: Expr) -> Expr:
+            return self._read(value, indices, (*own[:n], index, *own[n + 1 :]), depth)
+
         for n, i in enumerate(own):
-            base, others = self._one_of(i) if tensors[n] is not None else (i, [])
-            if not others or self._read(value, indices, (*own[:n], base, *own[n + 1 :]), depth) is not self.algebra.zero:
-                continue
-            total = []
-            for rows, hits, at in others:
-                kept = self._read(value, indices, (*own[:n], at, *own[n + 1 :]), depth)
-                kept = self.algebra.mul(hits, self.algebra.beside(kept, factors_of(hits)))
-                total.append(reduce(lambda e, row: self.algebra.sum(row, e), rows, kept))
-            return self.algebra.add(*total)
+            base, rows = (i.args[1][2], [_Landed([], *i.args[1][:2])]) if is_choice(i) else self._rows_stored.get(i, (i, []))
+            taken = any(not index.free.isdisjoint(landed.free) for landed in rows for index in own)
+            if tensors[n] is not None and rows and not taken and read(n, base) is self.algebra.zero:
+                there = ((r, self.algebra.beside(read(n, r.body), factors_of(r.hits))) for r in rows)
+                return self.algebra.add(*(r.total(self.algebra, e) for r, e in there))
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
@@ -66,32 +72,6 @@ class IndexingRules(RunRules):
             if len(at) == len(mask.shape) and is_indicator(hit := self.element(mask, tuple(at[dim] for dim in sorted(at)))):
                 e = self.algebra.substitute(e, {hit: self.algebra.one})  # a mask is 1 at each of its own true elements
         return e
-
-    def _one_of(self, index: Expr) -> tuple[Expr, list[_Hits]]:
-        """What an index is, or one of several: where none of some rows hits, and these rows, where they hit and what it is there."""
-        if is_choice(index):
-            mask, at, base = index.args[1]
-            return base, [([], mask, at)]
-        constant, terms = index.args if index.kind == "linear" else (0, ((1, index),))
-        found: list[_Hits] = []
-        for times, body in terms:
-            rows = [row for own, *_ in found for row in own]
-            start = len(rows)
-            while body.kind == "sum":
-                row, body = self.algebra.open(body)
-                rows.append(self.algebra.fresh((index, body, *rows), row.args[1]))
-                body = self.algebra.substitute(body, {row: rows[-1]})
-            marks = [f for f in factors_of(body) if is_indicator(f)]
-            own, hits, others = rows[start:], self.algebra.mul(*marks), [f for f in factors_of(body) if f not in marks]
-            apart = own and self._are_apart(own, hits)
-            if times != 1 or len(others) != 1 or not apart or any(map(partial(self._meet, marks), found)):
-                return index, []
-            found.append((own, hits, self.algebra.linear(constant, [(1, others[0])])))
-        return self.algebra.const(constant), found
-
-    def _meet(self, marks: list[Expr], others: _Hits) -> bool:
-        """True if one of some rows may hit what the one does for which all marks are 1."""
-        return self._met(*others[:2], marks) is not self.algebra.zero
 
     def _may_count_from_end(self, index: Expr) -> bool:
         """True if a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
@@ -207,7 +187,7 @@ class IndexingRules(RunRules):
             if accumulate:
                 element = self.algebra.add(element, landed.total(self.algebra))
             elif joined is None:
-                element = self._stored_index(landed, element) or landed.replaces(self.algebra, element)
+                element = landed.replaces(self.algebra, element) or self._index_over(landed, element)
             else:
                 added = landed.once(self.algebra)
                 element = added and apply_pointwise(self.algebra, joined, [element, added], (), integers=False)
@@ -215,14 +195,16 @@ class IndexingRules(RunRules):
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
 
-    def _stored_index(self, landed: "_Landed", base: Expr) -> Expr | None:
-        """An index where at most one row is stored over others that are none of the same, or over a number."""
-        number, others = self._one_of(base)
-        alone = landed.apart and (others or base.kind == "const") and not any(map(partial(self._meet, [*factors_of(landed.hits)]), others))
-        if not alone or not is_whole(number) or not is_whole(landed.body):
+    def _index_over(self, landed: "_Landed", base: Expr) -> Expr | None:
+        """An index where at most one row is stored over a number, or over that and rows that are stored elsewhere."""
+        number, before = self._rows_stored.get(base, (base, []))
+        apart = landed.apart and all(self._met(*r.free, r.hits, landed.hits) is self.algebra.zero for r in before)
+        if not apart or number.kind != "const" or not is_whole(number) or not is_whole(landed.body):
             return None
-        body = self.algebra.linear(0, [(1, landed.body), (-1, number)])
-        return self.algebra.linear(0, [(1, base), (1, landed.total(self.algebra, body))])
+        stored = landed.total(self.algebra, self.algebra.linear(0, [(1, landed.body), (-1, number)]))
+        e = self.algebra.linear(0, [(1, base), (1, stored)])
+        self._rows_stored[e] = number, [*before, landed]
+        return e
 
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
@@ -252,29 +234,26 @@ class IndexingRules(RunRules):
         stored = next((f for f in factors_of(product) if f.kind == "call" and f.args[0] == STORED), stored)
         hits = self.algebra.mul(*(f for f in factors_of(product) if f is not stored))
         counts = any(True for _ in subexpressions(hits, lambda e: e.kind == "prefix"))
-        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows, hits)
+        apart = counts and free == rows and len(rows) == 1 and self._are_apart(rows[0], hits)
         apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
 
-    def _are_apart(self, rows: list[Expr], hits: Expr) -> bool:
+    def _are_apart(self, row: Expr, hits: Expr) -> bool:
         """True if of the rows that hit an index there is one: no other has what it is compared with.
 
             buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       they are apart
             buffer[ids, rows % capacity] = x                                they may not be
         """
-        other: dict[Expr, Expr] = {}
-        for row in rows:
-            other[row] = self.algebra.fresh((*rows, *other.values(), hits), row.args[1])
-        return self._met(rows, hits, [self.algebra.substitute(f, other) for f in factors_of(hits)]) is self.algebra.one
+        return self._met(row, hits, hits) is self.algebra.one
 
-    def _met(self, rows: list[Expr], hits: Expr, marks: list[Expr]) -> Expr:
-        """How many rows hit the index that another one hits, for which all marks are 1."""
+    def _met(self, row: Expr, hits: Expr, others: Expr) -> Expr:
+        """How many rows hit an index that a row of others hits."""
+        other = {row: self.algebra.fresh((row, hits, others), row.args[1])}
+        marks = [self.algebra.substitute(f, other) for f in factors_of(others)]
         sides = {i: own for f in marks if f.kind == "eq" for own, i in (f.args, f.args[::-1])}
-        met = self.algebra.one
-        for f in factors_of(hits):
-            own = [(side, sides[i]) for side, i in (f.args, f.args[::-1]) if i in sides and i.free.isdisjoint(rows)] if f.kind == "eq" else []
-            met = self.algebra.mul(met, self.algebra.eq(*own[0]) if len(own) == 1 else f)
-        return self.algebra.beside(reduce(lambda e, row: self.algebra.sum(row, e), rows, met), marks)
+        keys = {f: [(own, sides[i]) for own, i in (f.args, f.args[::-1]) if i in sides] for f in factors_of(hits) if f.kind == "eq"}
+        same = {f: self.algebra.eq(*own[0]) for f, own in keys.items() if len(own) == 1}
+        return self.algebra.beside(self.algebra.sum(row, self.algebra.mul(*(same.get(f, f) for f in factors_of(hits)))), marks)
 
     def _of_all_elements(
         self,

@@ -351,21 +351,21 @@ class Algebra:
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
             there = {e: self.substitute(self.substitute(e, numbers), numbers) for e in (*f.args, *counts)}
-            told = [there[e] for e in counts if {*factors_of(e.own or e)} <= {self.one, *marks}]
+            told = [there[e] for e in counts if e.own is not None and {*factors_of(e.own)} <= {self.one, *marks}]
             met = self.eq(*(there[side] for side in f.args))
             if any(self._is_above(there[a], there[b], dict.fromkeys(told, 1)) for a, b in (f.args, f.args[::-1])):
                 return self.zero
             first, second = met.args if met.kind == "eq" else (met, met)
-            if {first, second} <= {*told} and first.args[:2] == second.args[:2]:
+            if {first, second} <= {*told} and first.kind == second.kind == "prefix" and first.args[:2] == second.args[:2]:
                 return self.sum(var, self.mul(self.eq(first.args[2], second.args[2]), *(g for g in factors if g is not f)))
         return None
 
     def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
         """True if an integer is larger than another one, of which no running count is larger than the whole count."""
         gap = self.linear(-1, [(1, a), (-1, b)])
-        terms = gap.args[1] if gap.kind == "linear" else ()
-        wholes = {e: self.sum(*self.open(e)) for n, e in terms if n == -1 and e.kind == "prefix" and is_count(e)}
-        return bool(wholes) and never_negative(self.linear(gap.args[0], [(n, wholes.get(e, e)) for n, e in terms]), floors)
+        terms = gap.args[1] if gap.kind == "linear" and all(map(is_count, atoms_of(gap))) else ()
+        wholes = [(n, self.sum(*self.open(e)) if n == -1 and e.kind == "prefix" else e) for n, e in terms]
+        return bool(terms) and never_negative(self.linear(gap.args[0], wholes), floors)
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
         """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
