@@ -250,10 +250,14 @@ class IndexingRules(RunRules):
         """How many rows hit an index that a row of others hits."""
         other = {row: self.algebra.fresh((row, hits, others), row.args[1])}
         marks = [self.algebra.substitute(f, other) for f in factors_of(others)]
-        sides = {i: own for f in marks if f.kind == "eq" for own, i in (f.args, f.args[::-1])}
-        keys = {f: [(own, sides[i]) for own, i in (f.args, f.args[::-1]) if i in sides] for f in factors_of(hits) if f.kind == "eq"}
-        same = {f: self.algebra.eq(*own[0]) for f, own in keys.items() if len(own) == 1}
-        return self.algebra.beside(self.algebra.sum(row, self.algebra.mul(*(same.get(f, f) for f in factors_of(hits)))), marks)
+        theirs = [sides for f in marks if f.kind == "eq" for sides in (f.args, f.args[::-1])]
+        met = self.algebra.one
+        for f in factors_of(hits):
+            own, at = f.args if f.kind == "eq" and row in f.args[0].free else f.args[::-1] if f.kind == "eq" else (f, None)
+            keys = [key for key, index in theirs if index is at and row not in at.free]
+            alike = self.algebra.substitute(own, other)
+            met = self.algebra.mul(met, self.algebra.eq(own, alike if alike in keys else keys[0]) if keys else f)
+        return self.algebra.beside(self.algebra.sum(row, met), marks)
 
     def _of_all_elements(
         self,

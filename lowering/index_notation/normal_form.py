@@ -28,9 +28,17 @@ from moeblaze_ops.lowering.index_notation.expr import (
     split_number,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, most_counted, slot_of, told_below
+from moeblaze_ops.lowering.index_notation.indicators import (
+    is_below,
+    is_count,
+    is_indicator,
+    is_order,
+    most_counted,
+    slot_of,
+    told_below,
+)
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, lower_bound, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -143,8 +151,9 @@ class Algebra:
                 rest.append((coefficient, atom))
             else:
                 whole.append((quotient, atom))
-        known = isinstance(constant, int) and isinstance(size, int)
-        base = constant // size if known else exact_quotient(constant, size) or 0
+        first = lower_bound(self.linear(0, rest))  # of C e + p - 1, where p is no less than 1, the remainder is p - 1
+        known = all(isinstance(number, int) for number in (constant, size, first))
+        base = (constant + first) // size if known else exact_quotient(constant, size) or 0
         remainder = self.linear(constant - base * size, rest)
         return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
 
@@ -489,7 +498,7 @@ class Algebra:
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
         if name == "where" and (args[0] in (self.zero, self.one) or is_indicator(args[0])):
-            return self.choice(*args)
+            return self._choice(*args)
         is_of_row = (name == "div" and is_hidden(args[1])) or (name == DROPOUT and is_hidden(args[0]))
         factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
         outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
@@ -497,8 +506,8 @@ class Algebra:
             return self.mul(*outside, self.call(name, (self.mul(*(f for f in factors if f not in outside)), *args[1:]), *params))
         return self._intern("call", name, args, params)
 
-    def choice(self, mask: Expr, kept: Expr, other: Expr) -> Expr:
-        """``kept`` where a mask is 1, and there as the mask tells: a count that is below C then is its own remainder; else ``other``."""
+    def _choice(self, mask: Expr, kept: Expr, other: Expr) -> Expr:
+        """``kept`` where a mask is 1, else ``other``; each as the mask tells: a count that is below C is its own remainder."""
         marks = factors_of(mask)
         told = dict.fromkeys(marks, self.one)
         counts = [(self.linear(-1, [(1, e)]), most_counted(e)) for e in subexpressions(kept, lambda e: e.kind == "prefix")]

@@ -53,7 +53,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return e if _stays(algebra, e, None, number.args[0]) else least
         case "minimum" if integers and (mark := next(filter(is_indicator, (atom for e in args for atom in atoms_of(e))), None)):
             sides = ([algebra.substitute(e, {mark: number}) for e in args] for number in (algebra.one, algebra.zero))
-            return algebra.choice(mark, *(apply_pointwise(algebra, name, side, params, integers=True) for side in sides))
+            return algebra.call("where", (mark, *(apply_pointwise(algebra, name, side, params, integers=True) for side in sides)))
         case "lt" | "le" | "gt" | "ge" if is_choice(a) and all(map(is_whole, a.args[1][1:])):
             mask, *sides = a.args[1]
             told = [apply_pointwise(algebra, name, [side, b], params, integers=True) for side in sides]
