@@ -12,17 +12,8 @@ from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import (
-    STORED,
-    Expr,
-    Indices,
-    factors_of,
-    is_choice,
-    is_hidden,
-    key_and_number,
-    subexpressions,
-)
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_hidden, key_and_number, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_choice, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere

@@ -103,16 +103,6 @@ def complement_of(e: Expr) -> tuple[Expr, ...]:
     return factors if one.kind == "const" and (one.args[0], number) == (1, -1) else ()
 
 
-def atoms_of(e: Expr) -> list[Expr]:
-    """What an integer is a sum of multiples of."""
-    return [atom for _, atom in e.args[1]] if e.kind == "linear" else [e]
-
-
-def is_choice(e: Expr) -> bool:
-    """True if ``e`` is one of two numbers, as a mask says."""
-    return e.kind == "call" and e.args[0] == "where"
-
-
 def is_hidden(e: Expr) -> bool:
     """True if ``e`` is a number of each feature that is made of a projection: of a pre-activation, or of an expert's output."""
     return e.has_dot and any(var.args[2] == "d" for var in e.free)

@@ -71,18 +71,17 @@ def is_order(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] in _ORDERS
 
 
-def told_below(mark: Expr) -> tuple[Expr, Size] | None:
-    """A number, and what a mark says that it is below."""
-    if not is_order(mark) or mark.args[0] not in ("lt", "le") or mark.args[1][1].kind != "const":
-        return None
-    number, limit = mark.args[1]
-    return number, limit.args[0] + int(mark.args[0] == "le")
-
-
 def is_below(mark: Expr, number: Expr, bound: Size) -> bool:
     """True if a mark says that an integer is below a bound."""
-    told = told_below(mark)
-    return told is not None and told[0] is number and is_at_most(told[1], bound)
+    if not is_order(mark) or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
+        return False
+    limit = mark.args[1][1]
+    return limit.kind == "const" and is_at_most(limit.args[0] + int(mark.args[0] == "le"), bound)
+
+
+def is_choice(e: Expr) -> bool:
+    """True if ``e`` is one of two numbers, as a mask says."""
+    return e.kind == "call" and e.args[0] == "where"
 
 
 def is_indicator(e: Expr) -> bool:

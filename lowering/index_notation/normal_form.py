@@ -20,23 +20,13 @@ from moeblaze_ops.lowering.index_notation.expr import (
     SCALED,
     Expr,
     TooLarge,
-    atoms_of,
     factors_of,
-    is_choice,
     is_hidden,
     leaves_of,
     split_number,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import (
-    is_below,
-    is_count,
-    is_indicator,
-    is_order,
-    most_counted,
-    slot_of,
-    told_below,
-)
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_choice, is_count, is_indicator, is_order, slot_of
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
 from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, lower_bound, never_negative
 
@@ -354,8 +344,7 @@ class Algebra:
         factors = factors_of(body)
         marks = [*known, *factors]
         for f in (f for f in factors if f.kind == "eq" and var in f.free):
-            counts = [atom for side in f.args for atom in atoms_of(side) if atom.kind == "prefix"]
-            if not counts:
+            if not (counts := [*subexpressions(f, lambda e: e.kind == "prefix")]):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
@@ -372,9 +361,9 @@ class Algebra:
     def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
         """True if an integer is larger than another one, of which no running count is larger than the whole count."""
         gap = self.linear(-1, [(1, a), (-1, b)])
-        terms = gap.args[1] if gap.kind == "linear" and all(map(is_count, atoms_of(gap))) else ()
-        wholes = [(n, self.sum(*self.open(e)) if n == -1 and e.kind == "prefix" else e) for n, e in terms]
-        return bool(terms) and never_negative(self.linear(gap.args[0], wholes), floors)
+        terms = gap.args[1] if gap.kind == "linear" else ()
+        wholes = [(n, self.sum(*self.open(e)) if n == -1 and e.kind == "prefix" else e) for n, e in terms if is_count(e)]
+        return len(wholes) == len(terms) > 0 and never_negative(self.linear(gap.args[0], wholes), floors)
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
         """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
@@ -510,10 +499,12 @@ class Algebra:
         """``kept`` where a mask is 1, else ``other``; each as the mask tells: a count that is below C is its own remainder."""
         marks = factors_of(mask)
         told = dict.fromkeys(marks, self.one)
-        counts = [(self.linear(-1, [(1, e)]), most_counted(e)) for e in subexpressions(kept, lambda e: e.kind == "prefix")]
-        for number, end in [*filter(None, map(told_below, marks)), *counts]:
-            count = next((atom for atom in atoms_of(number) if atom.kind == "prefix"), None)
-            if count is not None and self.fits(number, end, marks):
+        ends = [(number, end.args[0]) for number, end in (f.args[1] for f in marks if is_order(f)) if end.kind == "const"]
+        for number in (self.linear(-1, [(1, e)]) for e in subexpressions(kept, lambda e: e.kind == "prefix")):
+            ends.append((number, self.extent(number, dict.fromkeys(marks, 1))))
+        for number, end in ends:
+            count = next((e for _, e in number.args[1] if e.kind == "prefix"), None) if number.kind == "linear" else None
+            if count is not None and not isinstance(end, float | None) and self.fits(number, end, marks):
                 told.setdefault(count, self.linear(0, [(1, self.mod(number, end)), (1, count), (-1, number)]))
         kept, other = self.substitute(kept, told), self.substitute(other, {mask: self.zero})
         if mask is self.one or kept is other:
