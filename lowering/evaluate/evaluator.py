@@ -59,6 +59,7 @@ class Evaluator(IndexingRules):
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._runs: dict[Value, Run | None] = {}
         self._numbers_true: dict[Value, set[Size]] = defaultdict(set)  # of a mask, that of its true elements, by any name
+        self._rows_stored = {}
         self._first_of: dict[tuple[Run, tuple[Size, ...]], Value] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")

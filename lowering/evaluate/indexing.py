@@ -13,9 +13,9 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import STORED, Expr, Indices, factors_of, is_hidden, key_and_number, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_choice, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 from moeblaze_ops.lowering.index_notation.pointwise import added_to, apply_pointwise, elsewhere
 
 
@@ -25,6 +25,7 @@ class IndexingRules(RunRules):
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
     _numbers_true: dict[Value, set[Size]]
+    _rows_stored: "dict[Expr, tuple[Expr, list[_Landed]]]"
     _counted: Callable[..., Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
@@ -33,6 +34,25 @@ class IndexingRules(RunRules):
         gathered, shape = indices[first : first + rank], value.shape[first : first + rank]
         rest = iter((*indices[:first], *indices[first + rank :]))
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
+        return self._read(value, indices, own, depth)
+
+    def _read(self, value: Value, indices: "Indices", own: "Indices", depth: int) -> Expr:
+        """The element of what a subscript reads at ``own``; at an index that is one of two, one of two elements.
+
+            torch.cat([y, zeros])[torch.where(kept, slot, E * C)]           [kept] y[slot]
+            torch.cat([x, zeros])[torch.full((E * C,), T).scatter(0, slots, tokens)[slot]]
+        """
+        x, tensors, _ = value.args
+
+        def read(n: int, index: Expr) -> Expr:
+            return self._read(value, indices, (*own[:n], index, *own[n + 1 :]), depth)
+
+        for n, i in enumerate(own):
+            base, rows = (i.args[1][2], [_Landed([], *i.args[1][:2])]) if is_choice(i) else self._rows_stored.get(i, (i, []))
+            taken = any(not index.free.isdisjoint(landed.free) for landed in rows for index in own)
+            if tensors[n] is not None and rows and not taken and read(n, base) is self.algebra.zero:
+                there = ((r, self.algebra.beside(read(n, r.body), factors_of(r.hits))) for r in rows)
+                return self.algebra.add(*(r.total(self.algebra, e) for r, e in there))
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
@@ -158,13 +178,24 @@ class IndexingRules(RunRules):
             if accumulate:
                 element = self.algebra.add(element, landed.total(self.algebra))
             elif joined is None:
-                element = landed.replaces(self.algebra, element)
+                element = landed.replaces(self.algebra, element) or self._index_over(landed, element)
             else:
                 added = landed.once(self.algebra)
                 element = added and apply_pointwise(self.algebra, joined, [element, added], (), integers=False)
             if element is None:
                 return self.algebra.leaf(value, indices)
         return self._counted(value, indices, element) if accumulate else element
+
+    def _index_over(self, landed: "_Landed", base: Expr) -> Expr | None:
+        """An index where at most one row is stored over a number, or over that and rows that are stored elsewhere."""
+        number, before = self._rows_stored.get(base, (base, []))
+        apart = landed.apart and all(self._met(*r.free, r.hits, landed.hits) is self.algebra.zero for r in before)
+        if not apart or number.kind != "const" or not is_whole(number) or not is_whole(landed.body):
+            return None
+        stored = landed.total(self.algebra, self.algebra.linear(0, [(1, landed.body), (-1, number)]))
+        e = self.algebra.linear(0, [(1, base), (1, stored)])
+        self._rows_stored[e] = number, [*before, landed]
+        return e
 
     def coordinates(self, key: Expr) -> list[Expr] | None:
         """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
@@ -198,6 +229,19 @@ class IndexingRules(RunRules):
         apart = counts and free == rows and len(rows) == 1 and self.algebra.tells((), rows[0], factors_of(hits))
         apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
+
+    def _met(self, row: Expr, hits: Expr, others: Expr) -> Expr:
+        """How many rows hit an index that a row of others hits."""
+        other = {row: self.algebra.fresh((row, hits, others), row.args[1])}
+        marks = [self.algebra.substitute(f, other) for f in factors_of(others)]
+        theirs = [sides for f in marks if f.kind == "eq" for sides in (f.args, f.args[::-1])]
+        met = self.algebra.one
+        for f in factors_of(hits):
+            own, at = f.args if f.kind == "eq" and row in f.args[0].free else f.args[::-1] if f.kind == "eq" else (f, None)
+            keys = [key for key, index in theirs if index is at and row not in at.free]
+            alike = self.algebra.substitute(own, other)
+            met = self.algebra.mul(met, self.algebra.eq(own, alike if alike in keys else keys[0]) if keys else f)
+        return self.algebra.beside(self.algebra.sum(row, met), marks)
 
     def _of_all_elements(
         self,
@@ -303,8 +347,8 @@ class _Landed:
             body = algebra.sum(var, body)
         return body
 
-    def total(self, algebra: Algebra) -> Expr:
-        return self._summed(algebra, algebra.mul(self.hits, self.body))
+    def total(self, algebra: Algebra, body: Expr | None = None) -> Expr:
+        return self._summed(algebra, algebra.mul(self.hits, body or self.body))
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""

@@ -79,6 +79,11 @@ def is_below(mark: Expr, number: Expr, bound: Size) -> bool:
     return limit.kind == "const" and is_at_most(limit.args[0] + int(mark.args[0] == "le"), bound)
 
 
+def is_choice(e: Expr) -> bool:
+    """True if ``e`` is one of two numbers, as a mask says."""
+    return e.kind == "call" and e.args[0] == "where"
+
+
 def is_indicator(e: Expr) -> bool:
     """True if ``e`` is 0 or 1, as a comparison is, or 1 - comparison."""
     marks = e.kind in ("eq", "any", "distinct") or is_order(e) or (e.kind == "call" and e.args[0] in _MARKS)

@@ -26,9 +26,9 @@ from moeblaze_ops.lowering.index_notation.expr import (
     split_number,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_below, is_count, is_indicator, is_order, slot_of
+from moeblaze_ops.lowering.index_notation.indicators import is_below, is_choice, is_count, is_indicator, is_order, slot_of
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import extent, is_whole, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, lower_bound, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -80,6 +80,8 @@ class Algebra:
 
     def fits(self, e: Expr, size: Size, marks: Collection[Expr] = ()) -> bool:
         """True if an index expression is from 0 on and stays below ``size``, where all marks are 1."""
+        if is_choice(e):
+            return all(self.fits(side, size, marks) for side in e.args[1][1:])
         floors = dict.fromkeys(marks, 1)
         bound = self.extent(e, floors)
         below = any(is_below(mark, e, size) for mark in marks) and never_negative(e, floors)
@@ -139,8 +141,9 @@ class Algebra:
                 rest.append((coefficient, atom))
             else:
                 whole.append((quotient, atom))
-        known = isinstance(constant, int) and isinstance(size, int)
-        base = constant // size if known else exact_quotient(constant, size) or 0
+        first = lower_bound(self.linear(0, rest))  # of C e + p - 1, where p is no less than 1, the remainder is p - 1
+        known = all(isinstance(number, int) for number in (constant, size, first))
+        base = (constant + first) // size if known else exact_quotient(constant, size) or 0
         remainder = self.linear(constant - base * size, rest)
         return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
 
@@ -233,18 +236,19 @@ class Algebra:
         return visit(e)
 
     def beside(self, e: Expr, marks: Collection[Expr]) -> Expr:
-        """``e`` where all marks are 1: of p.clamp(max=C - 1), p * (p < C) and torch.where(p < C, p, 0) it is p."""
+        """``e`` where all marks are 1: of p.clamp(max=C - 1), p % C, p * (p < C) and torch.where(p < C, p, 0) it is p."""
         told = dict.fromkeys(marks, self.one)
-        e = self._with(self.substitute(e, told), lambda s: self._only_counted(*self.open(s), marks) if s.kind == "sum" else None)
         e = self.substitute(e, told)
-        known: dict[Expr, Expr] = {}
+        known = {s: s.args[0] for s in subexpressions(e, lambda s: s.kind == "mod") if self.fits(*s.args, marks)}
         for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp"):
             (number,), (lower, upper) = clamp.args[1:]
             if is_whole(number) and (upper is None or any(is_below(mark, number, upper + 1) for mark in marks)):
                 is_told = never_negative(number) or self.call("ge", (number, self.zero)) in marks
                 is_above = lower is None or (lower <= 0 and is_told)
                 known[clamp] = number if is_above else self.call("clamp", (number,), lower, None)
-        return self.substitute(e, known)
+        e = self.substitute(e, known)
+        e = self._with(e, lambda s: self._only_counted(*self.open(s), marks) if s.kind == "sum" else None)
+        return self.substitute(e, told)
 
     def _intersected(self, factors: Iterable[Expr]) -> list[Expr]:
         """Factors of which no two say between which numbers one integer lies."""
@@ -337,6 +341,8 @@ class Algebra:
 
             count(var) == count(n), of the same, if each counts its own row         ids[t, var] == ids[t, n], if these differ
             place(var) == place(n), of a mask's true elements                       var // K == n // K, var % K == n % K
+
+        Of counts that are never equal nothing is left.
         """
         factors = factors_of(body)
         marks = [*known, *factors]
@@ -345,16 +351,23 @@ class Algebra:
             same = [self.eq(*pair) for pair in zip(first, second, strict=True)] if way == other else []
             if same and all(e in factors or self.extent(at) == 1 for e, at in zip(same, first, strict=True)):
                 return self.sum(var, self.mul(self.eq(a, b), *(g for g in factors if g not in same)))
-            counts = all(e.kind == "prefix" and e.own is not None and {*factors_of(e.own)} <= {self.one, *marks} for e in f.args)
+            counts = [*subexpressions(f, lambda e: e.kind == "prefix")]
             if not counts and None in map(slot_of, f.args):
                 continue
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
-            sides = [self.substitute(self.substitute(e, numbers), numbers) for e in f.args]
-            alike = [e.args[:2] for e in sides if e.kind == "prefix"]
-            told = self.eq(*(e.args[2] for e in sides) if len(alike) == 2 and alike[0] == alike[1] else sides)
-            if {*told.args} != {*sides}:
-                return self.sum(var, self.mul(told, *(g for g in factors if g is not f)))
+            there = {e: self.substitute(self.substitute(e, numbers), numbers) for e in (*f.args, *counts)}
+            own = [there[e] for e in counts if e.own is not None and {*factors_of(e.own)} <= {self.one, *marks}]
+            sides = [there[side] for side in f.args]
+            if any(self._is_above(*pair, dict.fromkeys(own, 1)) for pair in (sides, sides[::-1])):
+                return self.zero
+            met = self.eq(*sides)
+            if {*met.args} <= {*own} and len({e.args[:2] for e in met.args}) == 1:
+                met = self.eq(*(e.args[2] for e in met.args))
+            elif counts:
+                continue
+            if {*met.args} != {*sides}:
+                return self.sum(var, self.mul(met, *(g for g in factors if g is not f)))
         return None
 
     def _told_by(self, e: Expr) -> tuple[Any, Expr, list[Expr]]:
@@ -377,6 +390,13 @@ class Algebra:
         same = (self.eq(number, self.substitute(number, other)) for number in told)
         met = self.sum(var, self.mul(*same, *(mark for mark in marks if mark not in keys)))
         return self.beside(met, [self.substitute(mark, other) for mark in marks]) is self.one
+
+    def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
+        """True if an integer is larger than another one, of which no running count is larger than the whole count."""
+        gap = self.linear(-1, [(1, a), (-1, b)])
+        terms = gap.args[1] if gap.kind == "linear" else ()
+        wholes = [(n, self.sum(*self.open(e)) if n == -1 and e.kind == "prefix" else e) for n, e in terms if is_count(e)]
+        return len(wholes) == len(terms) > 0 and never_negative(self.linear(gap.args[0], wholes), floors)
 
     def counted(self, e: Expr, key: Expr, number: Expr) -> Expr:
         """``e`` where ``key`` is a number: of rows at their keys and running counts, those of the number are the key's."""
@@ -411,6 +431,8 @@ class Algebra:
     def any(self, var: Expr, body: Expr) -> Expr:
         if var not in body.free:
             return body
+        if (only := self.only_terms(var, body)) is not None:
+            return self.any(*only)
         return self._over_both(self.any, var, body) or self._close("any", var, body)
 
     def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
@@ -459,6 +481,9 @@ class Algebra:
             return self.eq(*slots)
         if a.kind == b.kind == "inverse" and a.args[0] is b.args[0] and all(self.fits(e.args[1], self.extent(e)) for e in (a, b)):
             return self.eq(a.args[1], b.args[1])
+        for one, other in ((a, b), (b, a)):
+            if is_choice(one) and self.eq(one.args[1][2], other) is self.zero:
+                return self.mul(one.args[1][0], self.beside(self.eq(one.args[1][1], other), factors_of(one.args[1][0])))
         if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved
         for number, index in ((a, b), (b, a)):
@@ -487,25 +512,39 @@ class Algebra:
 
     def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
         """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
-        if a.kind != "linear" or b.kind != "linear":
-            return None
-        if a.args[0] == b.args[0]:
+        if {a.kind, b.kind} == {"linear"} and a.args[0] == b.args[0]:
             a, b = (self.linear(0, e.args[1]) for e in (a, b))
-        for size, _ in (*a.args[1], *b.args[1]) if a.kind == b.kind == "linear" else ():  # one atom may be left
+        for size, _ in (term for e in (a, b) if e.kind == "linear" for term in e.args[1]):
             split = self._split(a, size), self._split(b, size)
             if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
                 return self.mul(*(self.eq(*pair) for pair in digits))
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
-        if name == "where" and args[0] is self.one:
-            return args[1]
+        if name == "where" and (args[0] in (self.zero, self.one) or is_indicator(args[0])):
+            return self._choice(*args)
         is_of_row = (name == "div" and is_hidden(args[1])) or (name == DROPOUT and is_hidden(args[0]))
         factors = factors_of(args[0]) if is_of_row and args[0].kind != "const" else ()
         outside = [f for f in factors if not is_hidden(f) and (f.kind != "const" or is_moderate(f.args[0]))]
         if outside:  # what else scales a row is a factor of the result
             return self.mul(*outside, self.call(name, (self.mul(*(f for f in factors if f not in outside)), *args[1:]), *params))
         return self._intern("call", name, args, params)
+
+    def _choice(self, mask: Expr, kept: Expr, other: Expr) -> Expr:
+        """``kept`` where a mask is 1, else ``other``; each as the mask tells: a count that is below C is its own remainder."""
+        marks = factors_of(mask)
+        told = dict.fromkeys(marks, self.one)
+        ends = [(number, end.args[0]) for number, end in (f.args[1] for f in marks if is_order(f)) if end.kind == "const"]
+        for number in (self.linear(-1, [(1, e)]) for e in subexpressions(kept, lambda e: e.kind == "prefix")):
+            ends.append((number, self.extent(number, dict.fromkeys(marks, 1))))
+        for number, end in ends:
+            count = next((e for _, e in number.args[1] if e.kind == "prefix"), None) if number.kind == "linear" else None
+            if count is not None and not isinstance(end, float | None) and self.fits(number, end, marks):
+                told.setdefault(count, self.linear(0, [(1, self.mod(number, end)), (1, count), (-1, number)]))
+        kept, other = self.substitute(kept, told), self.substitute(other, {mask: self.zero})
+        if mask is self.one or kept is other:
+            return kept
+        return other if mask is self.zero else self._intern("call", "where", (mask, kept, other), ())
 
     def scaled(self, number: float, e: Expr) -> Expr:
         """``number * e`` as one factor, out of which no sum takes the number."""

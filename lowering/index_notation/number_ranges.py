@@ -61,13 +61,13 @@ def extent(e: Expr, floors: Floors = MappingProxyType({})) -> Size | None:
 
 def never_negative(ids: Expr, floors: Floors = MappingProxyType({})) -> bool:
     """True if ids that the graph computes are from 0 on; what it is given, or an operator without a form gives, is trusted."""
-    return _least(ids, floors) >= 0
+    return lower_bound(ids, floors) >= 0
 
 
-def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
+def lower_bound(e: Expr, floors: Floors = MappingProxyType({})) -> float:
     """A lower bound, where some expressions are no less than their floors; zero for one that is no less for any sizes."""
     if e in floors:
-        return max(floors[e], _least(e))
+        return max(floors[e], lower_bound(e))
     if e.kind in _PLACES or is_indicator(e):
         return 0
     match e.kind:
@@ -78,11 +78,11 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         case "leaf" if _is_trusted(e.args[0]):
             return 0
         case "cast":
-            return _least(e.args[1], floors)
-        case "sum" | "prefix" if _least(e.args[1], floors) >= 0:
-            return 0 if e.own is None else _least(e.own, floors)
+            return lower_bound(e.args[1], floors)
+        case "sum" | "prefix" if lower_bound(e.args[1], floors) >= 0:
+            return 0 if e.own is None else lower_bound(e.own, floors)
         case "add":
-            return sum(_least(term, floors) for term in e.args)
+            return sum(lower_bound(term, floors) for term in e.args)
         case "mul":
             return _least_product(*split_number(e), floors)
         case "call":
@@ -95,7 +95,7 @@ def _least_sum(constant: Size, terms: Iterable[tuple[Size, Expr]], floors: Floor
     least = constant
     for coefficient, atom in terms:
         falls = may_be_negative(coefficient)
-        end = _least(atom, floors) if not falls else math.inf if (bound := extent(atom)) is None else bound - 1
+        end = lower_bound(atom, floors) if not falls else math.inf if (bound := extent(atom)) is None else bound - 1
         if abs(end) == math.inf or (falls and may_be_negative(-coefficient)):
             return -math.inf
         least = least + coefficient * end
@@ -110,8 +110,8 @@ def _least_call(call: Expr, floors: Floors) -> float:
     name, operands, params = call.args
     if name == "where":
         mask, *chosen = operands
-        return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
-    least = [_least(operand, floors) for operand in operands]
+        return min(lower_bound(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
+    least = [lower_bound(operand, floors) for operand in operands]
     if name == "clamp":
         lower, upper = params
         bound = least[0] if lower is None else max(lower, least[0])
@@ -139,8 +139,8 @@ def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
 def _least_product(number: float, factors: Sequence[Expr], floors: Floors) -> float:
     if number >= 0:
         told = {**floors, **dict.fromkeys(filter(is_indicator, factors), 1)}  # where one of them is 0 so is the product
-        known = all(_least(f, told) >= 0 for f in factors)
-        return number * math.prod(max(0, _least(f, floors)) for f in factors) if known else -math.inf
+        known = all(lower_bound(f, told) >= 0 for f in factors)
+        return number * math.prod(max(0, lower_bound(f, floors)) for f in factors) if known else -math.inf
     return number if all(map(is_indicator, factors)) else -math.inf
 
 

@@ -9,10 +9,10 @@ import torch
 
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of, is_hidden
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_choice, is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.number_ranges import is_whole
+from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
@@ -49,7 +49,14 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return a
         case "minimum" if integers and "const" in (a.kind, b.kind):
             number, e = (a, b) if a.kind == "const" else (b, a)
-            return e if _stays(algebra, e, None, number.args[0]) else algebra.call(name, (a, b))
+            least = number if never_negative(algebra.linear(0, [(1, e), (-1, number)])) else algebra.call(name, (a, b))
+            return e if _stays(algebra, e, None, number.args[0]) else least
+        case "minimum" if integers and (marks := [m for e in args if e.kind == "linear" for m in e.children if is_indicator(m)]):
+            sides = ([algebra.substitute(e, {marks[0]: number}) for e in args] for number in (algebra.one, algebra.zero))
+            return algebra.call("where", (marks[0], *(apply_pointwise(algebra, name, s, params, integers=True) for s in sides)))
+        case "lt" | "le" | "gt" | "ge" if is_choice(a) and all(map(is_whole, a.args[1][1:])):
+            told = [apply_pointwise(algebra, name, [side, b], params, integers=True) for side in a.args[1][1:]]
+            return _where(algebra, a.args[1][0], *told)
         case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
             return algebra.const(int(known))
         case "lt" | "le" | "gt" | "ge" if is_integer(a) and is_integer(b):

@@ -228,6 +228,114 @@ def stored_at_places(self, x, probabilities):
     return _stored_at(self, x, probabilities)
 
 
+# Buffers of slots that name their tokens, as DeepSpeed has them from 0.19 on.
+
+
+def _named(self, x, ids, place, share, names=None, scratch=None, read=None):
+    """A slot for each place of an expert names its token, or the row of zeros behind all; dropped ones have one slot more."""
+    T, room = len(x), zoo.E * self.places
+    slots = torch.where(ids >= 0, ids.int().long() * self.places + place, room if scratch is None else scratch)
+    tokens = (torch.arange(T) if names is None else names(T)).expand_as(slots).reshape(-1)
+    source = torch.full((room + 1,), T).scatter_(0, slots.reshape(-1), tokens)
+    rows = torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, source[:-1])
+    parts = enumerate(rows.view(zoo.E, self.places, -1).chunk(zoo.E, dim=0))
+    y = torch.cat([F.silu(part.squeeze(0) @ self.up[e]) @ self.down[e] for e, part in parts])
+    slots = slots.reshape(-1) if read is None else read(slots.reshape(-1))
+    y = torch.cat([y, y.new_zeros(1, y.shape[1])]).index_select(0, slots)
+    return (y.view(*ids.shape, -1) * share.unsqueeze(-1)).sum(0)
+
+
+def named_first(self, x, probabilities, kept_of=None, **changes):
+    """One slot; that a token is dropped makes its id -1, the least of two numbers."""
+    first = probabilities.argmax(1)
+    mask = F.one_hot(first, zoo.E)
+    kept = mask * torch.zeros_like(mask).scatter_(0, mask.topk(min(self.places, len(x)), dim=0).indices, 1)
+    kept = kept if kept_of is None else kept_of(mask)
+    ids = torch.min(first, kept.sum(1) * zoo.E - 1)
+    place = ((kept.cumsum(0) - 1) * kept).sum(1)
+    return _named(self, x, ids[None], place[None], (probabilities * kept).sum(1)[None], **changes)
+
+
+def named_two(self, x, probabilities, behind=True, last=0, **changes):
+    """Second slots stand behind all first ones."""
+    (first, location), (second, after) = _of_two(self, probabilities)
+    after = after if behind else after - first.sum(0, keepdim=True)
+    slots = [(mask, mask * torch.lt(place, self.places + last), place) for mask, place in ((first, location), (second, after))]
+    ids = probabilities.argmax(1)
+    ids = ids, probabilities.masked_fill(F.one_hot(ids, zoo.E).bool(), float("-inf")).argmax(1)
+    ids = torch.stack([torch.where(kept.any(1), own, -1) for own, (_, kept, _) in zip(ids, slots, strict=True)])
+    place = torch.stack([(place * kept).sum(1) for _, kept, place in slots])
+    share = torch.stack([torch.einsum("se,se->s", probabilities, kept.to(x.dtype)) for _, kept, _ in slots])
+    return _named(self, x, ids, place, share, **changes)
+
+
+def named_any(self, x, probabilities, keep=None, **changes):
+    top_k, ids = probabilities.topk(2)
+    mask = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, ids, 1)
+    keep = keep or (lambda mask, location: (mask & torch.lt(location, self.places), location))
+    kept, location = keep(mask, torch.cumsum(mask, dim=0) - 1)
+    is_kept, shares = kept.gather(1, ids), (probabilities * kept).gather(1, ids)
+    place = location.gather(1, ids) * is_kept
+    return _named(self, x, torch.where(is_kept, ids, -1).t(), place.t(), shares.t(), **changes)
+
+
+def named_by_scores(self, x, probabilities):
+    rows = min(self.places, len(x))
+    return named_any(self, x, probabilities, _with_highest_scores(probabilities, rows))
+
+
+NAMED = (named_first, named_two, named_any, named_by_scores)
+
+
+@pytest.mark.parametrize("spelling", NAMED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("num_tokens", "places", "favourite"), [(20, 3, 0), (20, 3, 50), (9, 12, 0), (2, 2, 0)])
+def test_slots_that_name_their_tokens(spelling, num_tokens, places, favourite):
+    """Tokens are dropped, or go to one expert; experts have none; all have room."""
+    layer = Layer(spelling, places)
+    with torch.no_grad():
+        layer.gate.bias[2] += favourite
+    backend = check_against_eager(layer, torch.randn(num_tokens, zoo.D))
+    if spelling is named_two and places >= num_tokens:  # first slots have more room than they may need, and it is left alone
+        return
+    (found,) = backend.rewritten
+    assert (1 if spelling is named_first else 2, zoo.E) == (found.K, found.E)
+    assert "index_select" not in backend.operators() or "_assert_async" in backend.operators()
+
+
+@pytest.mark.parametrize("spelling", NAMED, ids=lambda f: f.__name__)
+def test_one_token_with_a_name(spelling):
+    check_against_eager(Layer(spelling), torch.randn(1, zoo.D))
+
+
+_MISNAMED = {
+    "of other tokens": (named_any, {"names": lambda T: torch.arange(T).roll(1)}),
+    "of half the tokens": (named_any, {"names": lambda T: torch.arange(T) // 2}),
+    "dropped into the first slot": (named_any, {"scratch": 0}),
+    "read one further": (named_two, {"read": lambda slots: (slots + 1) % 13}),
+    "read by others": (named_two, {"read": lambda slots: slots.roll(1)}),
+    "second slots from zero": (named_two, {"behind": False}),
+    "one place more than there are": (named_two, {"last": 1}),
+    "kept by nothing": (named_first, {"kept_of": lambda mask: mask}),
+    "kept by other marks": (named_first, {"kept_of": lambda mask: mask * mask.flip(0)}),
+    "without the places of dropped ones": (
+        named_any, {"keep": lambda mask, location: (mask & (location % 2 == 0) & (location < 3), location)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _MISNAMED)
+def test_slots_that_name_others(name):
+    """Each is another function, of which the numbers stay right, or an error."""
+    spelling, changes = _MISNAMED[name]
+    layer, x = Layer(lambda self, x, probabilities: spelling(self, x, probabilities, **changes)), torch.randn(11, zoo.D)
+    try:
+        layer(x)
+    except (RuntimeError, IndexError):
+        return
+    rewritten = check_against_eager(layer, x).rewritten
+    assert not rewritten or name == "without the places of dropped ones"
+
+
 OF_EXPERTS = (places_of_slots, by_priority, places_in_priority)
 """Of which no ids are read, but what each expert has."""
 SPELLINGS = (*OF_EXPERTS, by_priority_of_slots, stored_at_places, gshard, gshard_by_token, masks_apart, renormalised, deepspeed,

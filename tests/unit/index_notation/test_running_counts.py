@@ -127,6 +127,54 @@ def test_counts_of_a_sign_that_integers_do_not_have(numbers):
         assert numbers.number(whole, {t: row}) == sum(_times(numbers, factors, {u: i, t: row}) for i in range(T))
 
 
+def test_counts_behind_a_whole_count(numbers):
+    """No running count reaches what stands behind all of the same: first and second slots are never at one place."""
+    algebra, leaf = numbers.algebra, numbers.leaf
+    u, t, other = (algebra.var(level, T, "r") for level in (0, 1, 9))
+    zeros = 0
+    for less, key, of_u in product((0, 1), (True, False), _beside(numbers, u)):
+        same = {row: algebra.eq(leaf("n", other), leaf("ids", row)) for row in (u, t)}
+        second = algebra.prefix(other, algebra.eq(leaf("ids", other), leaf("ids", u)), u)
+        behind = algebra.linear(-less, [(1, second), (1, algebra.sum(other, same[u]))])
+        factors = [algebra.eq(behind, algebra.prefix(other, same[t], t)), *of_u]
+        factors += [algebra.eq(leaf("ids", u), leaf("ids", t))] * key
+        whole = algebra.sum(u, algebra.mul(*factors))
+        zeros += whole is algebra.zero
+        assert less == 0 and key or whole is not algebra.zero
+        for _ in range(20):
+            numbers.draw()
+            numbers.held["n"] = numbers.held["n"].clamp(min=0)
+            for row in range(T):
+                assert numbers.number(whole, {t: row}) == sum(_times(numbers, factors, {u: i, t: row}) for i in range(T))
+    assert zeros == len(_beside(numbers, u))
+
+
+def test_one_of_two_numbers(numbers):
+    """What a mask tells of a number is told of it alone: elsewhere it is the other one."""
+    algebra, leaf = numbers.algebra, numbers.leaf
+    t, place = algebra.var(0, T, "r"), algebra.var(1, 2 * T + 1, "t")
+    met = 0
+    for count, marks in product(_counts(numbers, t).values(), _beside(numbers, t)):
+        before = algebra.linear(-1, [(1, count)])
+        masks = algebra.mul(*marks, algebra.call("lt", (before, algebra.const(2)))), algebra.mul(*marks)
+        for mask, ids in product(masks, (leaf("ids", t), leaf("n", t))):
+            if mask is algebra.one or mask is leaf("x", t) or leaf("x", t) in marks:
+                continue
+            kept = algebra.linear(0, [(2, ids), (1, algebra.mul(mask, before))])
+            e = algebra.call("where", (mask, kept, algebra.const(2 * T)))
+            hit = algebra.eq(e, place)
+            met += algebra.fits(e, 2 * T + 1)
+            assert e.kind != "call" or not algebra.fits(e, 2 * T)
+            for _ in range(3):
+                numbers.draw()
+                for at in product(range(T), range(2 * T + 1)):
+                    at = dict(zip((t, place), at, strict=True))
+                    value = numbers.number(kept if numbers.number(mask, at) else algebra.const(2 * T), at)
+                    assert numbers.number(e, at) == value and numbers.number(hit, at) == (value == at[place])
+                    assert not algebra.fits(e, 2 * T + 1) or 0 <= value <= 2 * T
+    assert met > 3
+
+
 def test_sums_of_running_counts(numbers):
     """They are added up, and nothing is told of their rows."""
     algebra, row = numbers.algebra, numbers.algebra.var(0, T, "r")
