@@ -512,12 +512,12 @@ class Algebra:
 
     def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
         """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
-        if {a.kind, b.kind} == {"linear"} and a.args[0] == b.args[0]:
-            a, b = (self.linear(0, e.args[1]) for e in (a, b))
         for size, _ in (term for e in (a, b) if e.kind == "linear" for term in e.args[1]):
             split = self._split(a, size), self._split(b, size)
             if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
                 return self.mul(*(self.eq(*pair) for pair in digits))
+        if {a.kind, b.kind} == {"linear"} and a.args[0] == b.args[0] != 0:
+            return self.eq(*(self.linear(0, e.args[1]) for e in (a, b)))
         return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
