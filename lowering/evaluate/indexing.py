@@ -189,7 +189,7 @@ class IndexingRules(RunRules):
     def _index_over(self, landed: "_Landed", base: Expr) -> Expr | None:
         """An index where at most one row is stored over a number, or over that and rows that are stored elsewhere."""
         number, before = self._rows_stored.get(base, (base, []))
-        apart = landed.apart and all(self._met(*r.free, r.hits, landed.hits) is self.algebra.zero for r in before)
+        apart = landed.apart and all(self._met(r.free[0], r.hits, landed.hits) is self.algebra.zero for r in before)
         if not apart or number.kind != "const" or not is_whole(number) or not is_whole(landed.body):
             return None
         stored = landed.total(self.algebra, self.algebra.linear(0, [(1, landed.body), (-1, number)]))

@@ -21,8 +21,8 @@ def joined_sizes(index: Value, stored: Value) -> tuple[Size, ...]:
     of_index, of_stored = ([v for v in _behind(of) if v.op == "cat" and v.args[1] == 0] for of in (index, stored))
     of_stored = [v for v in of_stored if len({x.shape[0] for x in v.args[0]}) == 1]  # as of E parts of C rows
     joined = next((v for v in (*of_index, *of_stored) if same_size(v.shape[0], rows)), None)
-    apart = (v for v in (*_behind(stored), *_behind(index)) if _holds_experts(v) and same_size(v.shape[0] * v.shape[1], rows))
-    apart = next(apart, None)
+    held = (v for v in (*_behind(stored), *_behind(index)) if _holds_experts(v))
+    apart = next((v for v in held if same_size(v.shape[0] * v.shape[1], rows)), None)
     sizes = tuple(x.shape[0] for x in joined.args[0]) if joined else (apart.shape[1],) * apart.shape[0] if apart else (rows,)
     starts = accumulate(sizes, initial=0)
     # A single row at a symbolic place has no index variable that its place could be told from.

@@ -239,7 +239,7 @@ class Algebra:
         """``e`` where all marks are 1: of p.clamp(max=C - 1), p % C, p * (p < C) and torch.where(p < C, p, 0) it is p."""
         told = dict.fromkeys(marks, self.one)
         e = self.substitute(e, told)
-        known = {s: s.args[0] for s in subexpressions(e, lambda s: s.kind == "mod") if self.fits(*s.args, marks)}
+        known = {s: s.args[0] for s in subexpressions(e, lambda s: s.kind == "mod") if self.fits(s.args[0], s.args[1], marks)}
         for clamp in subexpressions(e, lambda s: s.kind == "call" and s.args[0] == "clamp"):
             (number,), (lower, upper) = clamp.args[1:]
             if is_whole(number) and (upper is None or any(is_below(mark, number, upper + 1) for mark in marks)):
@@ -347,9 +347,9 @@ class Algebra:
         factors = factors_of(body)
         marks = [*known, *factors]
         for f in (f for f in factors if f.kind == "eq" and var in f.free):
-            (way, a, first), (other, b, second) = map(self._told_by, f.args)
-            same = [self.eq(*pair) for pair in zip(first, second, strict=True)] if way == other else []
-            if same and all(e in factors or self.extent(at) == 1 for e, at in zip(same, first, strict=True)):
+            (way, a, of_a), (other, b, of_b) = map(self._told_by, f.args)
+            same = [self.eq(*pair) for pair in zip(of_a, of_b, strict=True)] if way == other else []
+            if same and all(e in factors or self.extent(at) == 1 for e, at in zip(same, of_a, strict=True)):
                 return self.sum(var, self.mul(self.eq(a, b), *(g for g in factors if g not in same)))
             counts = [*subexpressions(f, lambda e: e.kind == "prefix")]
             if not counts and None in map(slot_of, f.args):
@@ -357,12 +357,13 @@ class Algebra:
             hits = [sides for g in marks if g.kind == "eq" and g is not f for sides in (g.args, g.args[::-1])]
             numbers = {own: n for own, n in hits if is_whole(own) and is_whole(n) and (var in own.free or n.kind == "const")}
             there = {e: self.substitute(self.substitute(e, numbers), numbers) for e in (*f.args, *counts)}
-            own = [there[e] for e in counts if e.own is not None and {*factors_of(e.own)} <= {self.one, *marks}]
-            sides = [there[side] for side in f.args]
-            if any(self._is_above(*pair, dict.fromkeys(own, 1)) for pair in (sides, sides[::-1])):
+            counted = [there[e] for e in counts if e.own is not None and {*factors_of(e.own)} <= {self.one, *marks}]
+            first, second = sides = [there[side] for side in f.args]
+            least = dict.fromkeys(counted, 1)
+            if self._is_above(first, second, least) or self._is_above(second, first, least):
                 return self.zero
-            met = self.eq(*sides)
-            if {*met.args} <= {*own} and len({e.args[:2] for e in met.args}) == 1:
+            met = self.eq(first, second)
+            if {*met.args} <= {*counted} and len({e.args[:2] for e in met.args}) == 1:
                 met = self.eq(*(e.args[2] for e in met.args))
             elif counts:
                 continue
