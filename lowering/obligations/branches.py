@@ -41,8 +41,8 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
-from moeblaze_ops.lowering.obligations.known_sizes import cut_of, have_rows
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_taken
 from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
 from moeblaze_ops.lowering.undoable_edits import Edits
 
@@ -69,9 +69,6 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         if not begins:
             continue
         view = views[graph] = GraphView(graph, TABLE)
-        for asked in [node for node in graph.nodes if node.target is some_rows]:
-            if not have_rows(view, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts; append those without rows, too", asked)
         off = any(map(view.is_gradient_off, graph.nodes))
         known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:
@@ -161,7 +158,7 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
 
     Of ``assertions`` those stay whose operators go.
     """
-    markers = (branch_forks, branch_begins, branch_ends, some_rows)
+    markers = (branch_forks, branch_begins, branch_ends)
     other = _without_work(graph)
     assertions = assertions or {}
     read: set[fx.Node] = set()
@@ -260,7 +257,15 @@ class _Proof:
 
     def assume(self) -> bool:
         """Learn what is zero without the work, if anything is, and which sizes are bounded."""
-        condition, works_if, _ = self.begin.args
+        return self._assume(*self.begin.args[:2])
+
+    def _assume(self, condition: fx.Node, works_if: bool) -> bool:
+        if condition.target is some_taken:  # where one was, nothing is known of any of them
+            ways, truth = condition.args
+            for only, *others in ways if truth is works_if else ():
+                if not others:
+                    self._assume(*only)
+            return True
         fake, known = fake_of(condition), False
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
@@ -268,7 +273,7 @@ class _Proof:
             known = element is not None and element.kind == "const"  # as that an expert is chosen which no id can be
         else:
             zeros = self._zero_numbers(fake.node.expr, not works_if)
-            self.most = self._bounded(fake.node.expr, not works_if)
+            self.most |= self._bounded(fake.node.expr, not works_if)
         for zero in zeros:
             is_size = not isinstance(zero, Expr)
             elements = map(self._element, self.masks.get(zero, ())) if is_size else [zero]
