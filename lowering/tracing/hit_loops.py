@@ -144,8 +144,10 @@ class Taken(Numbers):
 
 def taken_at(without: VariableTracker | None, with_: VariableTracker | None, condition: Condition) -> Taken | None:
     """What a name holds at a join, where it is a number that is more with the work of a branch, or the other flag."""
-    least, before = (without.least, without.ways) if isinstance(without, Taken) else (getattr(without, "value", None), ())
-    if type(least) not in (int, bool) or before is None or without is with_ or getattr(without, "more", 0):
+    if without is with_ or not isinstance(without, Taken | ConstantVariable):
+        return None
+    least, before, more = (without.least, without.ways, without.more) if isinstance(without, Taken) else (without.value, (), 0)
+    if type(least) not in (int, bool) or before is None or more:
         return None
     if isinstance(with_, Taken):
         same = with_.ways is not None and (type(with_.least), with_.least) == (type(least), least)
