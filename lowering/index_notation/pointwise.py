@@ -15,7 +15,7 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole
 
 _ZERO_AT_ZERO = frozenset((
-    "relu", "gelu", "gelu_tanh", "tanh", "erf", "abs", "leaky_relu", "elu", "selu", "celu", "mish", "relu6", "hardswish", "softsign",
+    "relu", "gelu", "gelu_tanh", "tanh", "erf", "abs", "leaky_relu", "elu", "selu", "celu", "mish", "relu6", "hardswish",
 ))  # fmt: skip
 
 

@@ -36,12 +36,12 @@ from moeblaze_ops.lowering.graph.functional_view import (
     target_name,
     written_nodes,
 )
-from moeblaze_ops.lowering.graph.sizes import Size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
-from moeblaze_ops.lowering.obligations.known_sizes import cut_of
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_taken
 from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
 from moeblaze_ops.lowering.undoable_edits import Edits
@@ -190,6 +190,7 @@ class _Known:
     def __init__(self, view: GraphView) -> None:
         self.view, self.evaluator, self.writes = view, Evaluator(), view.all_writes()
         self.written_at = [view.position[write] for write, _ in self.writes]
+        self.sizes = known_sizes(view)
         self.masks: dict[Size, dict[Value, None]] = {}  # of whose true elements there are so many
         for value in view._pool.values():
             if value.op == "nonzero":
@@ -249,7 +250,7 @@ class _Proof:
         self.begin, self.end, self.writes, self.written_at = begin, end, known.writes, known.written_at
         self.first, self.last = view.position[begin], view.position[end]
         self.fork = self.first if fork is None else view.position[fork]
-        self.evaluator, self.masks = known.evaluator, known.masks
+        self.evaluator, self.masks, self.known = known.evaluator, known.masks, known
         self.zeros = Zeros(self.evaluator.algebra, self._elements)
         self.most: dict[Size, int] = {}  # what sizes are not above
 
@@ -334,6 +335,8 @@ class _Proof:
             return self._same_number(_number(before), _number(after))
         one, other = self.view.value_at(before, self.first), self.view.value_at(after, self.last)
         are_first = self._are_first_rows(one, other)
+        if self.is_empty(before) and self.is_empty(after):
+            return _layout(before)[:2] == _layout(after)[:2] and same_shape(one.shape[1:], other.shape[1:])
         if self._is_shared(before, after) or not (are_first or _layout(before) == _layout(after)):
             return False
         return are_first or self._same(one, other)
@@ -374,7 +377,7 @@ class _Proof:
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
     def _size(self, size: Size) -> Size:
-        size = sympy.sympify(size)
+        size = sympy.sympify(size).xreplace(self.known.sizes)
         return size.subs({symbol: 0 for symbol in size.free_symbols if self.zeros.is_zero_size(symbol)})
 
     def other_effect(self) -> str | None:

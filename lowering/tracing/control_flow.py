@@ -79,7 +79,7 @@ class ControlFlow:
     def sides(self, at: int, when_true: Callable[[], bool], *, is_told: bool) -> tuple[int, int, int] | None:
         """Where the side without and the side with the work start, and where they join; None where neither leads to the other.
 
-        ``when_true``: whether the work is done where the condition is true, if it ``is_told``, or both sides do something, or none.
+        ``when_true``: whether the work is done where the condition is true, if both sides do something, or none, or it is told.
         """
         instruction = self.instructions[at]
         if self.instructions[at + 1].opname == "LOAD_ASSERTION_ERROR":
