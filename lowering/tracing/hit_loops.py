@@ -134,7 +134,7 @@ class Taken(Numbers):
         return ConstantVariable.create(otherwise) if is_least is otherwise else Taken(is_least, self.ways)
 
     def _decline(self, *_: Any, **__: Any) -> NoReturn:
-        raise Declined("a program asks how often a branch on data was taken")
+        raise Declined("a program asks how often a branch on data was taken; ask `if n == 0:`, or count in a tensor")
 
     def is_python_constant(self) -> bool:
         return False
@@ -366,8 +366,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return args[1].call_method(tx, "add", [args[0].tensor], {})
     if function is enumerate and isinstance(args[0], Numbers | TensorVariable):
         return iterator_over(tx, args[0], numbered=True) if len(args) == 1 else None
-    if any(isinstance(arg, Taken) for arg in args):
-        return of_taken(function, args)
+    if (taken := next((arg for arg in args if isinstance(arg, Taken)), None)) is not None:
+        return _of_taken(function, args) or taken._decline()
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
@@ -386,7 +386,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
-def of_taken(function: Any, args: list[VariableTracker]) -> VariableTracker | None:
+def _of_taken(function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for a number that is more where branches were taken."""
     taken, *others = args if isinstance(args[0], Taken) else args[::-1]
     if function in (operator.not_, bool) and not others:
