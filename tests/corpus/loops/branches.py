@@ -333,7 +333,35 @@ _CHANGES = {
 }  # fmt: skip
 
 
+def counts_in_a_branch_of_a_branch(self, x, weights, ids):
+    """None is counted, whoever has tokens."""
+    out, used = torch.zeros_like(x), 0
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        if token.numel() > 0:
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+            if (weights > 2).any():
+                used += 1
+    if used == 0:
+        return torch.zeros_like(x)
+    return out
+
+
+def counts_by_flags_that_are_written(self, x, weights, ids):
+    """They are false after the loop, whoever has tokens."""
+    out, used, flags = torch.zeros_like(x), 0, torch.stack([(ids == e).any() for e in range(len(self.experts))])
+    for e, expert in enumerate(self.experts):
+        if flags[e]:
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            used += 1
+    flags.logical_not_()
+    if used == 0:
+        return out + flags.sum()
+    return out + flags.logical_not_().sum()
+
+
 NEAR_MISSES = (
+    counts_in_a_branch_of_a_branch, counts_by_flags_that_are_written,
     *all_changed(_CHANGES).values(),
     sum_of_both_signs, sum_of_given_numbers, row_that_is_hit_more_than_once,
     set_in_one_branch_and_read_later, kept_from_the_last_round, either_mask, the_other_mask, row_of_no_expert,
