@@ -14,9 +14,7 @@ from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole
 
-_ZERO_AT_ZERO = frozenset((
-    "relu", "gelu", "gelu_tanh", "tanh", "erf", "abs", "leaky_relu", "elu", "selu", "celu", "mish", "relu6", "hardswish",
-))  # fmt: skip
+_ZERO_AT_ZERO = frozenset(("relu", "gelu", "gelu_tanh", "tanh", "erf", "selu", "mish", "relu6", "hardswish"))
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
