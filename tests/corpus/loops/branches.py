@@ -347,21 +347,33 @@ def counts_in_a_branch_of_a_branch(self, x, weights, ids):
 
 
 def counts_by_flags_that_are_written(self, x, weights, ids):
-    """They are false after the loop, whoever has tokens."""
-    out, used, flags = torch.zeros_like(x), 0, torch.stack([(ids == e).any() for e in range(len(self.experts))])
+    """None is counted, and the flags say afterwards who has tokens."""
+    out, used, flags = torch.zeros_like(x), 0, [(weights > 2).any() for _ in self.experts]
     for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
         if flags[e]:
-            token, slot = torch.where(ids == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
             used += 1
-    flags.logical_not_()
+        flags[e].copy_((ids == e).any())
     if used == 0:
-        return out + flags.sum()
-    return out + flags.logical_not_().sum()
+        return torch.zeros_like(x)
+    return out
+
+
+def counts_where_nothing_is(self, x, weights, ids):
+    """None is counted, as nobody asks who has tokens."""
+    out, used = torch.zeros_like(x), 0
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        if (weights > 2).any() and token.numel() > 0:
+            used += 1
+    if used == 0:
+        return torch.zeros_like(x)
+    return out
 
 
 NEAR_MISSES = (
-    counts_in_a_branch_of_a_branch, counts_by_flags_that_are_written,
+    counts_in_a_branch_of_a_branch, counts_by_flags_that_are_written, counts_where_nothing_is,
     *all_changed(_CHANGES).values(),
     sum_of_both_signs, sum_of_given_numbers, row_that_is_hit_more_than_once,
     set_in_one_branch_and_read_later, kept_from_the_last_round, either_mask, the_other_mask, row_of_no_expert,
