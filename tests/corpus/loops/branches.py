@@ -327,6 +327,8 @@ _CHANGES = {
     "forgets_those_used_before": (_COUNTED, ("used += 1", "used = 1 - used"), ("zeros_like(x[:1])", "ones_like(x[:1])")),
     "returns_ones_where_none_was_used": (returns_zeros_where_none_was_used, ("return torch.zeros", "return torch.ones")),
     "returns_tokens_where_a_list_is_empty": (_LISTED, ("return x.new_zeros(x.shape)", "return x")),
+    "joins_a_row_where_a_list_is_empty": (joins_nothing_where_a_list_is_empty, ("x[:0]", "x[:1]"), (
+        "torch.cat([token for token, _ in hits])", "torch.cat([token for token, _ in hits]) if outputs else ids[:1, 0]")),
     "returns_zeros_where_a_list_has_one": (_LISTED, ("if not outputs:", "if len(outputs) < 2:")),
     "returns_zeros_unless_the_list_is_empty": (_LISTED, ("if not outputs:", "if outputs:"), ("return torch.zeros_like(x).index", (
         "return x if not outputs else torch.zeros_like(x).index"))),
