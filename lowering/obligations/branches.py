@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -260,7 +261,7 @@ class _Proof:
         """Learn what is zero without the work, if anything is, and which sizes are bounded."""
         return self._assume(*self.begin.args[:2])
 
-    def _assume(self, condition: fx.Node, works_if: bool) -> bool:
+    def _assume(self, condition: Any, works_if: Any) -> bool:
         if condition.target is some_taken:  # where one was, nothing is known of any of them
             ways, truth = condition.args
             for only, *others in ways if truth is works_if else ():

@@ -87,6 +87,8 @@ class ControlFlow:
         join = self.join(at)
         starts = at + 1, self.index_of[instruction.target]
         idle = [self._is_idle(start, join) for start in starts]
+        if join == EXIT and not any(idle) and not is_told:
+            return None
         if is_told or idle[0] is idle[1]:
             idle = [instruction.opname.endswith("_TRUE") is when_true(), None]
         return (*starts, join) if idle[0] else (*starts[::-1], join)
