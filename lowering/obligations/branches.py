@@ -378,8 +378,11 @@ class _Proof:
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
     def _size(self, size: Size) -> Size:
-        size = sympy.sympify(size).xreplace(self.known.sizes)
-        return size.subs({symbol: 0 for symbol in size.free_symbols if self.zeros.is_zero_size(symbol)})
+        for known in (sympy.sympify(size), sympy.sympify(size).xreplace(self.known.sizes)):
+            size = known.subs({symbol: 0 for symbol in known.free_symbols if self.zeros.is_zero_size(symbol)})
+            if size == 0:
+                break
+        return size
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""
