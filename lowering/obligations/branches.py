@@ -378,11 +378,10 @@ class _Proof:
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
     def _size(self, size: Size) -> Size:
-        for known in (sympy.sympify(size), sympy.sympify(size).xreplace(self.known.sizes)):
-            size = known.subs({symbol: 0 for symbol in known.free_symbols if self.zeros.is_zero_size(symbol)})
-            if size == 0:
-                break
-        return size
+        """A size without the work; zero also where it is by the sizes that it is known as."""
+        sizes = sympy.sympify(size), sympy.sympify(size).xreplace(self.known.sizes)
+        own, known = (e.subs({symbol: 0 for symbol in e.free_symbols if self.zeros.is_zero_size(symbol)}) for e in sizes)
+        return known if known == 0 else own
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""
