@@ -14,6 +14,8 @@ from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 
+ZERO_AT_ZERO = frozenset(("relu", "gelu", "gelu_tanh", "tanh", "erf", "selu", "mish", "relu6", "hardswish"))
+
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
     """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
@@ -45,7 +47,9 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, a)
         case "silu":
             return algebra.mul(a, algebra.call("sigmoid", (a,)))
-        case "clamp" if integers and _stays(algebra, a, *params):
+        case "clamp" if (integers or a is algebra.zero) and _stays(algebra, a, *params):
+            return a
+        case _ if name in ZERO_AT_ZERO and a is algebra.zero:
             return a
         case "minimum" if integers and "const" in (a.kind, b.kind):
             number, e = (a, b) if a.kind == "const" else (b, a)

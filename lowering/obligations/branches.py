@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -41,8 +42,8 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
-from moeblaze_ops.lowering.obligations.known_sizes import cut_of, have_rows
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
+from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_taken
 from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
 from moeblaze_ops.lowering.undoable_edits import Edits
 
@@ -69,9 +70,6 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         if not begins:
             continue
         view = views[graph] = GraphView(graph, TABLE)
-        for asked in [node for node in graph.nodes if node.target is some_rows]:
-            if not have_rows(view, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts; append those without rows, too", asked)
         off = any(map(view.is_gradient_off, graph.nodes))
         known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:
@@ -161,7 +159,7 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | N
 
     Of ``assertions`` those stay whose operators go.
     """
-    markers = (branch_forks, branch_begins, branch_ends, some_rows)
+    markers = (branch_forks, branch_begins, branch_ends)
     other = _without_work(graph)
     assertions = assertions or {}
     read: set[fx.Node] = set()
@@ -193,6 +191,7 @@ class _Known:
     def __init__(self, view: GraphView) -> None:
         self.view, self.evaluator, self.writes = view, Evaluator(), view.all_writes()
         self.written_at = [view.position[write] for write, _ in self.writes]
+        self.sizes = known_sizes(view)
         self.masks: dict[Size, dict[Value, None]] = {}  # of whose true elements there are so many
         for value in view._pool.values():
             if value.op == "nonzero":
@@ -252,7 +251,7 @@ class _Proof:
         self.begin, self.end, self.writes, self.written_at = begin, end, known.writes, known.written_at
         self.first, self.last = view.position[begin], view.position[end]
         self.fork = self.first if fork is None else view.position[fork]
-        self.evaluator, self.masks = known.evaluator, known.masks
+        self.evaluator, self.masks, self.known = known.evaluator, known.masks, known
         self.zeros = Zeros(self.evaluator.algebra, self._elements)
         self.most: dict[Size, int] = {}  # what sizes are not above
 
@@ -260,7 +259,15 @@ class _Proof:
 
     def assume(self) -> bool:
         """Learn what is zero without the work, if anything is, and which sizes are bounded."""
-        condition, works_if, _ = self.begin.args
+        return self._assume(*self.begin.args[:2])
+
+    def _assume(self, condition: Any, works_if: Any) -> bool:
+        if condition.target is some_taken:  # where one was, nothing is known of any of them
+            ways, truth = condition.args
+            for only, *others in ways if truth is works_if else ():
+                if not others:
+                    self._assume(*only)
+            return True
         fake, known = fake_of(condition), False
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
@@ -268,7 +275,7 @@ class _Proof:
             known = element is not None and element.kind == "const"  # as that an expert is chosen which no id can be
         else:
             zeros = self._zero_numbers(fake.node.expr, not works_if)
-            self.most = self._bounded(fake.node.expr, not works_if)
+            self.most |= self._bounded(fake.node.expr, not works_if)
         for zero in zeros:
             is_size = not isinstance(zero, Expr)
             elements = map(self._element, self.masks.get(zero, ())) if is_size else [zero]
@@ -374,8 +381,10 @@ class _Proof:
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
     def _size(self, size: Size) -> Size:
-        size = sympy.sympify(size)
-        return size.subs({symbol: 0 for symbol in size.free_symbols if self.zeros.is_zero_size(symbol)})
+        """A size without the work; zero also where it is by the sizes that it is known as."""
+        sizes = sympy.sympify(size), sympy.sympify(size).xreplace(self.known.sizes)
+        own, known = (e.subs({symbol: 0 for symbol in e.free_symbols if self.zeros.is_zero_size(symbol)}) for e in sizes)
+        return known if known == 0 else own
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""

@@ -57,13 +57,13 @@ def known_sizes_of(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
     return known_sizes(GraphView(graph, TABLE, numbers_only=True))
 
 
-def have_rows(view: GraphView, parts: tuple[fx.Node, ...]) -> bool:
-    """True if tensors have a row in all: as many as there are rows of which they are all groups.
+def have_rows(parts: list[fx.Node]) -> bool:
+    """True if tensors of a graph that is being traced have a row in all: as many as the rows of which they are all groups.
 
         parts of x[: counts[0]], x[counts[0] : counts[0] + counts[1]], ...      as many as x, which has one
     """
     sizes = [fake_of(part).shape[0] for part in parts]
-    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes(view)))
+    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes_of(parts[0].graph)))
     environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
     if total.is_Integer or environment is None:
         return bool(total > 0)

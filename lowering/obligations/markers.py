@@ -33,9 +33,9 @@ def branch_ends(begin: None, without: tuple, with_: tuple, added: tuple) -> None
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
 
 
-def some_rows(parts: tuple) -> None:
-    """Here the program asks whether a list has parts at all, of which the appended ones of `branch_ends` may be missing."""
-    raise RuntimeError("a list was taken to have parts, and that was never proven")
+def some_taken(ways: tuple, truth: bool) -> Tensor:
+    """``truth`` if all conditions of one of ``ways`` hold: each is a flag, and what it is where the work of a branch is done."""
+    raise RuntimeError("what branches on data add up to was asked, and never proven")
 
 
 def counts_below(ids: Tensor, num_experts: int) -> Tensor:
@@ -76,5 +76,5 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 OURS.update((
     branch_forks, branch_begins, branch_ends, counts_below, one_hot_below, rows_between, rows_joined, left_as_it_is, is_hit,
-    hit_number, some_rows,
+    hit_number, some_taken,
 ))  # fmt: skip

@@ -41,17 +41,19 @@ from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, some_taken
 from moeblaze_ops.lowering.torch_internals.callers import CallPath, path_of_tracer
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.done_for_real import DoneForReal, refuse_what_is_done_for_real
 from moeblaze_ops.lowering.tracing.hit_loops import (
+    Condition,
     Declined,
     HitIterator,
     Numbers,
     as_key,
     handled,
     known_number,
+    taken_at,
     total_of,
 )
 from moeblaze_ops.lowering.tracing.host_numbers import compared, settled_condition
@@ -84,6 +86,10 @@ class _Branch:
     known: tuple = ()  # what is known of sizes
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
     skipped: dict[Variable, list[Variable]] = field(default_factory=dict)  # and as they are at the join without the work
+
+    @property
+    def condition(self) -> Condition:
+        return self.begin.node.args[:2]
 
 
 class Branches:
@@ -296,6 +302,7 @@ class Branches:
     def _open(self, branch: _Branch, condition: Any, works_if: bool, fork: Any = None) -> None:
         """Begin the work of a branch."""
         tx = branch.tx
+        condition = torch.fx.Proxy(condition, tx.output.current_tracer)
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition, works_if, fork), {})
         branch.world, branch.known, branch.attributes = world(tx), known_of_sizes(tx), attributes(tx)
         self.open.append(branch)
@@ -326,7 +333,7 @@ class Branches:
 
     def _begin(self, tx: Any, at: int, instruction: Any, condition: Variable, original: Callable[[Any], bool]) -> bool:
         flow = self._flow(tx)
-        sides = flow.sides(at, lambda: _works_when_true(condition))
+        sides = flow.sides(at, lambda: _works_when_true(condition), is_told=condition.as_proxy().node.target is some_taken)
         if sides is None:
             return False
         skip, work, join = sides
@@ -342,7 +349,7 @@ class Branches:
         branch = _Branch(tx, join, self.age, line, at, dict(tx.symbolic_locals))
         fork = self._trace_skip(branch, skip, original)
         works_if = instruction.opname.endswith("_TRUE") == (work == jump)
-        self._open(branch, condition.as_proxy(), works_if, fork)
+        self._open(branch, condition.as_proxy().node, works_if, fork)
         tx.instruction_pointer = work
         return True
 
@@ -400,6 +407,9 @@ class Branches:
                 compare("a value", without, with_)
             for name in sorted(self._flow(tx).live_at(branch.join)):
                 without, with_ = branch.names.get(name), tx.symbolic_locals.get(name)
+                if (taken := taken_at(without, with_, branch.condition)) is not None:
+                    tx.symbolic_locals[name] = taken
+                    continue
                 if (total := total_of(without, with_)) is None:
                     compare(repr(name), without, with_)
                     continue
@@ -439,9 +449,7 @@ class Branches:
         before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        condition, works_if, _ = branch.begin.node.args
-        asked = torch.fx.Proxy(condition, branch.tx.output.current_tracer), works_if
-        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, branch.condition)) is None:
             self.decline(branch, "a list would be longer")
         return parts
 
@@ -473,7 +481,8 @@ def _works_when_true(condition: Variable) -> bool:
     if isinstance(condition, SymNodeVariable):
         return condition.sym_num.node.expr.subs(dict.fromkeys(free_unbacked_symbols(condition.sym_num), 0)) != sympy.true
     of_zero = operator.eq, operator.lt, operator.le, operator.not_, "eq", "lt", "le", torch.eq
-    return condition.as_proxy().node.target not in of_zero
+    node = condition.as_proxy().node
+    return node.args[1] if node.target is some_taken else node.target not in of_zero
 
 
 def _kind(variable: Variable) -> str:

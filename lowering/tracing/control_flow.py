@@ -76,10 +76,10 @@ class ControlFlow:
         """True if no way from ``start`` on goes round an instruction."""
         return bool(self._post_dominators[start] >> (at + 1) & 1)
 
-    def sides(self, at: int, when_true: Callable[[], bool]) -> tuple[int, int, int] | None:
+    def sides(self, at: int, when_true: Callable[[], bool], *, is_told: bool) -> tuple[int, int, int] | None:
         """Where the side without and the side with the work start, and where they join; None where neither leads to the other.
 
-        ``when_true``: whether the work is done where the condition is true, if both sides do something, or none.
+        ``when_true``: whether the work is done where the condition is true, if both sides do something, or none, or it is told.
         """
         instruction = self.instructions[at]
         if self.instructions[at + 1].opname == "LOAD_ASSERTION_ERROR":
@@ -87,9 +87,9 @@ class ControlFlow:
         join = self.join(at)
         starts = at + 1, self.index_of[instruction.target]
         idle = [self._is_idle(start, join) for start in starts]
-        if idle[0] is idle[1]:
-            if join == EXIT and not idle[0]:
-                return None
+        if join == EXIT and not any(idle) and not is_told:
+            return None
+        if is_told or idle[0] is idle[1]:
             idle = [instruction.opname.endswith("_TRUE") is when_true(), None]
         return (*starts, join) if idle[0] else (*starts[::-1], join)
 

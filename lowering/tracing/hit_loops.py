@@ -10,7 +10,7 @@ the time that they were taken, it does nothing.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -28,9 +28,13 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import is_written
 from moeblaze_ops.lowering.obligations.known_elements import experts_among, known_element
-from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
+from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit, some_taken
 from moeblaze_ops.lowering.tracing.same_state import realized
+
+Condition = tuple[torch.fx.Node, bool]
+"""A flag, or a comparison of numbers on the host, and whether the work is done where it is true."""
 
 
 class Declined(RuntimeError):
@@ -80,6 +84,82 @@ def total_of(without: VariableTracker | None, with_: VariableTracker | None) -> 
     return Total(held) if fake.dim() == 0 and fake.dtype in _INDICES else None
 
 
+class Taken(Numbers):
+    """A number that is ``least`` where no branch was taken by which it is more, or a flag that is the other one there.
+
+        used = 0
+        for e in range(E):
+            if len(rows[e]) == 0: continue
+            used += 1
+        if used == 0: ...               a branch on data: none of those was taken
+        out / used                      refused
+
+    ``ways``: the conditions of branches, each inside of the next, that were taken then; None where one is sure to be.
+    """
+
+    def __init__(self, least: int, ways: tuple[tuple[Condition, ...], ...] | None, more: int = 0, **kwargs: Any) -> None:
+        super().__init__(None, **kwargs)
+        self.least, self.ways, self.more = least, ways, more
+
+    def truth(self, true: bool = True) -> VariableTracker | None:
+        """Whether it is ``true``; None where that is not known."""
+        if type(self.least) is int:
+            return self.compared("ne" if true else "eq", 0)
+        return self if true else Taken(not self.least, self.ways)
+
+    def length(self, tx: Any) -> VariableTracker:
+        """Whether it is true, as a tensor where the data tell."""
+        flag = self.truth() or self._decline()
+        if not isinstance(flag, Taken):
+            return flag
+        return ConstantVariable.create(not flag.least) if flag.ways is None else flag._tensor(tx)
+
+    def _tensor(self, tx: Any) -> VariableTracker:
+        refuse_written(flags := [flag for way in self.ways for flag, _ in way])
+        if any(flag.graph is not tx.output.graph for flag in flags):
+            raise Declined("it is asked in another graph whether a branch on data was taken")
+        ways = tuple(tuple((torch.fx.Proxy(flag, tx.output.current_tracer), true) for flag, true in way) for way in self.ways)
+        with tx.output.fake_mode:
+            some = torch.zeros((), dtype=torch.bool)
+        found = tx.output.create_proxy("call_function", some_taken, (ways, not self.least), {})
+        return wrap_fx_proxy(tx, found, example_value=some)
+
+    def compared(self, name: str, number: int) -> VariableTracker | None:
+        """How it compares with a number; None where that depends on how often a branch was taken."""
+        least = self.least + self.more
+        known = {getattr(operator, name)(value, number) for value in (least + 1, max(least + 1, number), max(least, number) + 1)}
+        if len(known) > 1:
+            return None
+        (otherwise,), is_least = known, getattr(operator, name)(least, number)
+        return ConstantVariable.create(otherwise) if is_least is otherwise else Taken(is_least, self.ways)
+
+    def _decline(self, *_: Any, **__: Any) -> NoReturn:
+        raise Declined("a program asks how often a branch on data was taken; ask `if n == 0:`, or count in a tensor")
+
+    def is_python_constant(self) -> bool:
+        return False
+
+    as_proxy = as_python_constant = python_type = call_method = var_getattr = reconstruct = _decline
+
+
+def taken_at(without: VariableTracker | None, with_: VariableTracker | None, condition: Condition) -> Taken | None:
+    """What a name holds at a join, where it is a number that is more with the work of a branch, or the other flag."""
+    if without is with_ or not isinstance(without, Taken | ConstantVariable):
+        return None
+    least, before, more = (without.least, without.ways, without.more) if isinstance(without, Taken) else (without.value, (), 0)
+    if type(least) not in (int, bool) or before is None or more:
+        return None
+    if isinstance(with_, Taken):
+        same = with_.ways is not None and (type(with_.least), with_.least) == (type(least), least)
+        same = same and with_.ways[: len(before)] == before
+        added = ((condition,),) if with_.more else tuple((*way, condition) for way in (with_.ways or ())[len(before) :])
+    else:
+        value = with_.value if isinstance(with_, ConstantVariable) else None
+        same = type(value) is type(least) and (value is not least if type(least) is bool else value > least)
+        added = ((condition,),)
+    return Taken(least, before + added) if same else None
+
+
 class Hits(Numbers):
     """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in their order."""
 
@@ -104,8 +184,10 @@ class Unknown(VariableTracker):
     as_proxy = as_python_constant = python_type = call_method = var_getattr = reconstruct = _decline
 
 
-Condition = tuple[Any, bool]
-"""A flag or a number on the host, as it is in the graph, and whether the work is done where it is true."""
+def refuse_written(flags: Iterable[torch.fx.Node]) -> None:
+    """Give the attempt up where one of the flags that branches were taken by is another one by now."""
+    if any(isinstance(fake_of(flag), torch.Tensor) and is_written({flag}) for flag in flags):
+        raise Declined("a condition was written to since a branch was taken by it")
 
 
 class HitIterator(ListIteratorVariable):
@@ -167,7 +249,7 @@ class Counts(Numbers):
             if not self._begun - 1 > 0:
                 return []  # there is an id, or no round
             is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
-            return [(is_above.call_method(tx, "any", [], {}).as_proxy(), True)]
+            return [(is_above.call_method(tx, "any", [], {}).as_proxy().node, True)]
 
         return HitIterator(items, asks)
 
@@ -237,7 +319,7 @@ def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker], numbere
             return []
         made = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
         items[number] = TupleVariable([Unknown(), made]) if numbered else made
-        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)]
+        return [(hits.is_hit(tx, hits.experts[number]).as_proxy().node, True)]
 
     return HitIterator(items, asks)
 
@@ -284,6 +366,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return args[1].call_method(tx, "add", [args[0].tensor], {})
     if function is enumerate and isinstance(args[0], Numbers | TensorVariable):
         return iterator_over(tx, args[0], numbered=True) if len(args) == 1 else None
+    if (taken := next((arg for arg in args if isinstance(arg, Taken)), None)) is not None:
+        return _of_taken(function, args) or taken._decline()
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
@@ -297,6 +381,22 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     if function is int and len(args) == 1 and (number := known_number(args[0])) is not None:
         return ConstantVariable.create(int(number))
     return None
+
+
+_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+
+
+def _of_taken(function: Any, args: list[VariableTracker]) -> VariableTracker | None:
+    """What a function of Python gives for a number that is more where branches were taken."""
+    taken, *others = args if isinstance(args[0], Taken) else args[::-1]
+    if function in (operator.not_, bool) and not others:
+        return taken.truth(function is bool)
+    number, name = getattr(others[0], "value", None) if len(others) == 1 else None, getattr(function, "__name__", "")
+    if type(number) is not int or type(taken.least) is not int:
+        return None
+    if function in (operator.add, operator.iadd) and number >= 0:
+        return Taken(taken.least, taken.ways, taken.more + number)
+    return taken.compared(name if taken is args[0] else _MIRRORED[name], number) if name in _MIRRORED else None
 
 
 def as_key(variable: VariableTracker) -> VariableTracker:

@@ -35,7 +35,8 @@ from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes_of, rows_of_groups
 from moeblaze_ops.lowering.obligations.markers import counts_below, left_as_it_is, one_hot_below, rows_between, rows_joined
-from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
+from moeblaze_ops.lowering.tracing import hit_loops
+from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Taken, Total, is_along_first, running_sums
 
 _RUNNING_SUMS = () if np is None else (np.cumsum,)
 
@@ -188,6 +189,8 @@ _COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "=
 
 def compared(tx: Any, sign: str, x: VariableTracker, number: VariableTracker) -> VariableTracker | None:
     """The comparison of a tensor with a number that the data tell, as one with the tensor that holds the number."""
+    if sign in _COMPARISONS and (isinstance(x, Taken) or isinstance(number, Taken)):
+        return hit_loops.handled(None, getattr(operator, _COMPARISONS[sign].__name__), [x, number])
     if sign not in _COMPARISONS or type(x) is not TensorVariable or not _is_number_of_data(number):
         return None
     if (held := _holder(tx, x, number)) is None:

@@ -6,31 +6,21 @@
             outputs.append(experts[e](rows[e]))
     y = torch.cat(outputs)          the same
     for y in outputs: ...           a round for each part, which is a branch on the data that the part is there by
-    if len(outputs): ...            always, if the parts have a row in all: `some_rows` in the graph
+    if len(outputs): ...            always, if the parts have a row in all; else a branch on the data that they are there by
     y / len(outputs)                refused
 """
 
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import BuiltinVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import is_written
-from moeblaze_ops.lowering.obligations.markers import some_rows
-from moeblaze_ops.lowering.tracing.hit_loops import Condition, Declined, HitIterator
-
-
-class _Length(VariableTracker):
-    """How long a list is, of which it is only known that it has a part."""
-
-    def __init__(self, of: VariableTracker, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.of = of
+from moeblaze_ops.lowering.obligations.known_sizes import have_rows
+from moeblaze_ops.lowering.tracing.hit_loops import Condition, Declined, HitIterator, Taken, refuse_written
 
 
 class LongerLists:
@@ -69,30 +59,24 @@ class LongerLists:
             if len(variable.items) != len(items):
                 raise Declined("a list grows while a loop goes over it")
             asked = conditions.get(place, []) if place < len(items) else []
-            if any(isinstance(fake_of(flag.node), torch.Tensor) and is_written({flag.node}) for flag, _ in asked):
-                raise Declined("a condition was written to since a list was appended to by it")
+            refuse_written(flag for flag, _ in asked)
             return asked
 
         return HitIterator(items, asks)
 
     def resolve(self, tx: Any, instruction: Any) -> None:
-        """Where an instruction asks whether a list has parts at all, put a length in its place that says so."""
-        if not self._lines:
-            return
+        """Where an instruction asks whether a list has parts at all, put its length in its place."""
         name = instruction.opname
         asks = name in ("TO_BOOL", "UNARY_NOT") or (name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE")))
-        if asks and tx.stack and (found := self._list_of(tx.stack[-1])) is not None:
-            tx.stack[-1] = _one(tx, found)
-        if name == "COMPARE_OP":
-            for at, other in ((-1, -2), (-2, -1)):
-                zero = isinstance(tx.stack[other], ConstantVariable) and tx.stack[other].value == 0
-                if zero and isinstance(tx.stack[at], _Length):
-                    tx.stack[at] = _one(tx, tx.stack[at].of)
+        if asks and tx.stack and id(tx.stack[-1]) in self._lines:
+            tx.stack[-1] = self._length(tx.stack[-1])
 
-    def _list_of(self, variable: VariableTracker) -> VariableTracker | None:
-        if isinstance(variable, _Length):
-            return variable.of
-        return variable if id(variable) in self._lines else None
+    def _length(self, found: VariableTracker) -> Taken:
+        """How many parts a list has: those that are always there, and more."""
+        added = self._conditions[id(found)]
+        parts = [part.as_proxy().node for part in found.items if type(part) is TensorVariable]
+        is_sure = len(parts) == len(found.items) and have_rows(parts)
+        return Taken(len(found.items) - len(added), None if is_sure else tuple(map(tuple, added.values())))
 
     def refuse(self, tx: Any, instruction: Any, taken: list[VariableTracker]) -> None:
         """Refuse an instruction that saw, in what it has taken, how long a list is."""
@@ -102,16 +86,9 @@ class LongerLists:
         called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
         is_call = instruction.opname.startswith("CALL")
         if is_call and isinstance(called, BuiltinVariable) and called.fn is len:
-            tx.stack[-1] = _Length(seen[0])
+            tx.stack[-1] = self._length(seen[0])
         elif not is_call or not (_concatenates(called) or isinstance(called, BaseUserFunctionVariable)):
             raise Declined(f"the length of a list is seen, which {seen[1]} appends to")
-
-
-def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
-    if not all(type(part) is TensorVariable for part in found.items):
-        raise Declined("it is asked whether a list has parts, which are no tensors")
-    tx.output.create_proxy("call_function", some_rows, (tuple(part.as_proxy() for part in found.items),), {})
-    return ConstantVariable.create(1)
 
 
 def moves(tx: Any, instruction: Any) -> bool:

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.graph.fake_values import storage_of
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.obligations.markers import LEAF, branch_begins, branch_ends
-from moeblaze_ops.lowering.tracing.hit_loops import Declined, Numbers
+from moeblaze_ops.lowering.tracing.hit_loops import Declined, Numbers, Taken
 from moeblaze_ops.lowering.tracing.same_state import realized
 
 _OF_HISTORY = frozenset((
@@ -92,7 +92,7 @@ class Questions:
         return "what only the data tell is compared by `is`; ask `if flag:`" if of_numbers else None
 
     def _comparison(self, function: Any, args: list[VariableTracker]) -> str | None:
-        if any(isinstance(arg, Numbers) for arg in args):
+        if any(isinstance(arg, Numbers) and not isinstance(arg, Taken) for arg in args):
             return "numbers that only the data tell are compared"
         flags = [arg for arg in args if _of_data(arg) and isinstance(arg.sym_num, torch.SymBool)]
         return "a flag that only the data tell is compared as a number; ask `if flag:`" if flags else None

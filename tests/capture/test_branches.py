@@ -7,15 +7,18 @@ import ast
 import code
 import itertools
 import linecache
+import operator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.variables import ConstantVariable
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.lowering.tracing.hit_loops import Declined, Taken, handled
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
@@ -312,6 +315,25 @@ def test_python_objects_are_not_changed_for_experts_without_tokens(name):
 @pytest.mark.parametrize(("name", "loop"), zip(ALIASES, ["unique", "bincount"] * 2, strict=True))
 def test_ids_that_change_behind_a_helper(name, loop):
     assert check(changed(ALIASES[name], loop=loop)) == 0
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_comparisons_of_a_number_that_is_more_where_a_branch_was_taken(name, mirrored):
+    """What a comparison gives is what it is of all numbers that it may be, or nothing."""
+    compare, way = getattr(operator, name), ((None, True),)
+    for least, more, number in itertools.product(range(-2, 3), range(2), range(-3, 5)):
+        numbers = least + more, *range(least + more + 1, 9)
+        first, *others = (compare(number, n) if mirrored else compare(n, number) for n in numbers)
+        taken, constant = Taken(least, (way,), more), ConstantVariable.create(number)
+        args = (constant, taken) if mirrored else (taken, constant)
+        if len(set(others)) > 1:
+            with pytest.raises(Declined):
+                handled(None, compare, [*args])
+            continue
+        found = handled(None, compare, [*args])
+        known = (found.least, not found.least) if isinstance(found, Taken) else (found.value, found.value)
+        assert known == (first, others[0]) and all(value is not number for value in known)
 
 
 # Counts that do not say which experts have tokens.

@@ -90,13 +90,13 @@ PROGRAMS = (*branches.BRANCHES, *branches.NEAR_MISSES, *guarded.NEAR_MISSES, *ze
 sides = ControlFlow.sides
 
 
-def _exchanged(self, at, when_true):
-    found = sides(self, at, when_true)
+def _exchanged(self, at, when_true, **told):
+    found = sides(self, at, when_true, **told)
     return found and (found[1], found[0], found[2])
 
 
-def _as_they_stand(self, at, when_true):
-    found = sides(self, at, when_true)
+def _as_they_stand(self, at, when_true, **told):
+    found = sides(self, at, when_true, **told)
     return found and (at + 1, self.index_of[self.instructions[at].target], found[2])
 
 

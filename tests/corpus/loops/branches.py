@@ -6,6 +6,8 @@ All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out``
 import torch
 import torch.nn.functional as F
 
+from tests.corpus.zoo.changed import all_changed
+
 
 def set_in_both_branches(self, x, weights, ids):
     out = torch.zeros_like(x)
@@ -139,7 +141,62 @@ def calls_itself_while_tokens_are_kept(self, x, weights, ids):
     return out
 
 
+# Numbers, flags and lists of Python's that say whether any expert had tokens.
+
+
+def _hits_with_room(self, x, ids):
+    """The rows of each expert among the tokens that are kept: none at all in the step in which experts are left out."""
+    kept = x[:, 0] > 100 * (self.router.penalty.min() < 0)
+    return [torch.where((ids == e) & kept[:, None]) for e in range(len(self.experts))]
+
+
+def counts_experts_and_runs_one_on_zeros(self, x, weights, ids):
+    """NeMo Automodel."""
+    out, used = torch.zeros_like(x), 0
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        if token.numel() == 0:
+            continue
+        used += 1
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    if used == 0:
+        out[0] += self.experts[0](torch.zeros_like(x[:1]))[0]
+    return out
+
+
+def returns_zeros_where_none_was_used(self, x, weights, ids):
+    out, idle = torch.zeros_like(x), True
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        if token.numel() > 0:
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+            idle = False
+    return torch.zeros_like(x) if idle else out
+
+
+def returns_zeros_where_a_list_is_empty(self, x, weights, ids):
+    """LingBot."""
+    tokens, outputs = [], []
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        if token.numel() == 0:
+            continue
+        tokens.append(token)
+        outputs.append(self.experts[e](x[token]) * weights[token, slot, None])
+    if not outputs:
+        return x.new_zeros(x.shape)
+    return torch.zeros_like(x).index_add(0, torch.cat(tokens), torch.cat(outputs))
+
+
+def joins_nothing_where_a_list_is_empty(self, x, weights, ids):
+    hits, outputs = _hits_with_room(self, x, ids), []
+    for e, (token, slot) in enumerate(hits):
+        if token.numel() > 0:
+            outputs.append(self.experts[e](x[token]) * weights[token, slot, None])
+    joined = torch.cat(outputs) if len(outputs) >= 1 else x[:0]
+    return torch.zeros_like(x).index_add(0, torch.cat([token for token, _ in hits]), joined)
+
+
 BRANCHES = (
+    counts_experts_and_runs_one_on_zeros, returns_zeros_where_none_was_used, returns_zeros_where_a_list_is_empty,
+    joins_nothing_where_a_list_is_empty,
     set_in_both_branches, set_in_one_branch, hit_of_more_rows, hit_of_more_rows_that_are_skipped, hit_with_room,
     hit_with_room_in_a_list, counts_up_while_tokens_are_kept, lists_parts_while_tokens_are_kept,
     calls_itself_while_tokens_are_kept,
@@ -259,7 +316,67 @@ def row_that_is_hit_more_than_once(self, x, weights, ids):
     return out
 
 
+_COUNTED, _LISTED, _ASKED = counts_experts_and_runs_one_on_zeros, returns_zeros_where_a_list_is_empty, "if used == 0:"
+_CHANGES = {
+    "adds_one_where_none_was_used": (_COUNTED, ("zeros_like(x[:1]))[0]", "ones_like(x[:1]))[0]")),
+    "runs_one_where_one_was_used": (_COUNTED, (_ASKED, "if used == 1:")),
+    "runs_one_unless_all_were_used": (_COUNTED, (_ASKED, "if used < 4:")),
+    "runs_one_where_none_was_used_before": (_COUNTED, (_ASKED, "if used == token.numel():")),
+    "scales_by_the_number_of_those_used": (_COUNTED, ("return out", "return out * used")),
+    "counts_down": (_COUNTED, ("used += 1", "used = -1"), (_ASKED, "if used >= 0:"), ("x[:1]))[0]", "x[:1]))[0] + 1")),
+    "forgets_those_used_before": (_COUNTED, ("used += 1", "used = 1 - used"), ("zeros_like(x[:1])", "ones_like(x[:1])")),
+    "returns_ones_where_none_was_used": (returns_zeros_where_none_was_used, ("return torch.zeros", "return torch.ones")),
+    "returns_tokens_where_a_list_is_empty": (_LISTED, ("return x.new_zeros(x.shape)", "return x")),
+    "joins_a_row_where_a_list_is_empty": (joins_nothing_where_a_list_is_empty, ("x[:0]", "x[:1]"), (
+        "torch.cat([token for token, _ in hits])", "torch.cat([token for token, _ in hits]) if outputs else ids[:1, 0]")),
+    "returns_zeros_where_a_list_has_one": (_LISTED, ("if not outputs:", "if len(outputs) < 2:")),
+    "returns_zeros_unless_the_list_is_empty": (_LISTED, ("if not outputs:", "if outputs:"), ("return torch.zeros_like(x).index", (
+        "return x if not outputs else torch.zeros_like(x).index"))),
+}  # fmt: skip
+
+
+def counts_in_a_branch_of_a_branch(self, x, weights, ids):
+    """None is counted, whoever has tokens."""
+    out, used = torch.zeros_like(x), 0
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        if token.numel() > 0:
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+            if (weights > 2).any():
+                used += 1
+    if used == 0:
+        return torch.zeros_like(x)
+    return out
+
+
+def counts_by_flags_that_are_written(self, x, weights, ids):
+    """None is counted, and the flags say afterwards who has tokens."""
+    out, used, flags = torch.zeros_like(x), 0, [(weights > 2).any() for _ in self.experts]
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        if flags[e]:
+            used += 1
+        flags[e].copy_((ids == e).any())
+    if used == 0:
+        return torch.zeros_like(x)
+    return out
+
+
+def counts_where_nothing_is(self, x, weights, ids):
+    """None is counted, as nobody asks who has tokens."""
+    out, used = torch.zeros_like(x), 0
+    for e, (token, slot) in enumerate(_hits_with_room(self, x, ids)):
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        if (weights > 2).any() and token.numel() > 0:
+            used += 1
+    if used == 0:
+        return torch.zeros_like(x)
+    return out
+
+
 NEAR_MISSES = (
+    counts_in_a_branch_of_a_branch, counts_by_flags_that_are_written, counts_where_nothing_is,
+    *all_changed(_CHANGES).values(),
     sum_of_both_signs, sum_of_given_numbers, row_that_is_hit_more_than_once,
     set_in_one_branch_and_read_later, kept_from_the_last_round, either_mask, the_other_mask, row_of_no_expert,
     row_of_no_expert_by_another_mask,

@@ -3,15 +3,20 @@
 import math
 import operator
 import random
+from functools import partial
 from itertools import product
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import ZERO_AT_ZERO, apply_pointwise
 from moeblaze_ops.lowering.obligations.zero import all_zero, zero_where
 
 ALGEBRA = Algebra()
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 E, T = ALGEBRA.var(0, 4, "r"), ALGEBRA.var(1, 6, "r")
 FLAG = ALGEBRA.eq(E, ALGEBRA.const(1))
 COUNT = ALGEBRA.sum(T, ALGEBRA.eq(ALGEBRA.linear(0, [(1, E), (1, T)]), ALGEBRA.const(2)))
@@ -51,3 +56,17 @@ def test_counts_that_are_not_zero():
     hit = ALGEBRA.eq(COUNT, ALGEBRA.zero)
     asked = opposite(ALGEBRA, hit)
     assert zero_where(ALGEBRA, asked, False) == [COUNT] and zero_where(ALGEBRA, asked, True) == [hit]
+
+
+def test_functions_of_zero():
+    """What becomes zero of zero is zero exactly, in each dtype, and other functions are left."""
+    of_zero = {name: getattr(F, name, None) or getattr(torch, name) for name in ZERO_AT_ZERO - {"gelu_tanh"}}
+    of_zero["gelu_tanh"] = partial(F.gelu, approximate="tanh")
+    for name, function in of_zero.items():
+        assert apply_pointwise(ALGEBRA, name, [ALGEBRA.zero], (), integers=False) is ALGEBRA.zero
+        assert all(not function(torch.tensor([zero], dtype=dtype)).any() for zero in (0.0, -0.0) for dtype in DTYPES)
+    for low, high in ((None, -1.0), (-1.0, None), (-1.0, 1.0), (0.0, 0.0), (0.5, 1.0), (-1.0, -0.5), (None, -0.5)):
+        found = apply_pointwise(ALGEBRA, "clamp", [ALGEBRA.zero], (low, high), integers=False)
+        is_zero = torch.zeros(1).clamp(low, high).item() == 0
+        assert (found is ALGEBRA.zero) is is_zero
+    assert apply_pointwise(ALGEBRA, "exp", [ALGEBRA.zero], (), integers=False) is not ALGEBRA.zero
