@@ -360,7 +360,7 @@ class Algebra:
             counted = [there[e] for e in counts if e.own is not None and {*factors_of(e.own)} <= {self.one, *marks}]
             first, second = sides = [there[side] for side in f.args]
             least = dict.fromkeys(counted, 1)
-            if self._is_above(first, second, least) or self._is_above(second, first, least):
+            if var.args[1] != 0 and (self._is_above(first, second, least) or self._is_above(second, first, least)):
                 return self.zero
             met = self.eq(first, second)
             if {*met.args} <= {*counted} and len({e.args[:2] for e in met.args}) == 1:
@@ -395,7 +395,8 @@ class Algebra:
     def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
         """True if an integer is larger than another one, of which no running count is larger than the whole count."""
         gap = self.linear(-1, [(1, a), (-1, b)])
-        terms = gap.args[1] if gap.kind == "linear" else ()
+        is_open = all(var.args[0] > _BOUND for var in gap.free)  # a sum that is made here may have the name of one around it
+        terms = gap.args[1] if gap.kind == "linear" and is_open else ()
         wholes = [(n, self.sum(*self.open(e)) if n == -1 and e.kind == "prefix" else e) for n, e in terms if is_count(e)]
         return len(wholes) == len(terms) > 0 and never_negative(self.linear(gap.args[0], wholes), floors)
 
@@ -432,8 +433,8 @@ class Algebra:
     def any(self, var: Expr, body: Expr) -> Expr:
         if var not in body.free:
             return body
-        if (only := self.only_terms(var, body)) is not None:
-            return self.any(*only)
+        if len(factors_of(body)) > 1 and (only := self.only_terms(var, body)) is not None:
+            return self.any(*only)  # of one_hot(ids, E).any(-1) it stays that it asks for ids
         return self._over_both(self.any, var, body) or self._close("any", var, body)
 
     def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
@@ -483,7 +484,8 @@ class Algebra:
         if a.kind == b.kind == "inverse" and a.args[0] is b.args[0] and all(self.fits(e.args[1], self.extent(e)) for e in (a, b)):
             return self.eq(a.args[1], b.args[1])
         for one, other in ((a, b), (b, a)):
-            if is_choice(one) and self.eq(one.args[1][2], other) is self.zero:
+            is_place = is_choice(one) and any(True for _ in subexpressions(one, lambda e: e.kind == "prefix"))
+            if is_place and self.eq(one.args[1][2], other) is self.zero:
                 return self.mul(one.args[1][0], self.beside(self.eq(one.args[1][1], other), factors_of(one.args[1][0])))
         if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b) or self._digit_by_digit(a, b)) is not None:
             return solved
@@ -512,8 +514,8 @@ class Algebra:
         return None
 
     def _digit_by_digit(self, a: Expr, b: Expr) -> Expr | None:
-        """``a = b`` where both have digits: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
-        for size, _ in (term for e in (a, b) if e.kind == "linear" for term in e.args[1]):
+        """``a = b``, no constants: ``C e + c = C n + m`` is ``e = n`` and ``c = m``, if ``c`` and ``m`` are below C."""
+        for size, _ in (term for e in (a, b) if e.kind == "linear" and "const" not in (a.kind, b.kind) for term in e.args[1]):
             split = self._split(a, size), self._split(b, size)
             if None not in split and (a, b) not in (digits := [*zip(*split, strict=True)]):
                 return self.mul(*(self.eq(*pair) for pair in digits))

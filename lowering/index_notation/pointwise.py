@@ -58,11 +58,12 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
         case "minimum" if integers and (marks := [m for e in args if e.kind == "linear" for m in e.children if is_indicator(m)]):
             sides = ([algebra.substitute(e, {marks[0]: number}) for e in args] for number in (algebra.one, algebra.zero))
             return algebra.call("where", (marks[0], *(apply_pointwise(algebra, name, s, params, integers=True) for s in sides)))
-        case "lt" | "le" | "gt" | "ge" if is_choice(a) and all(map(is_whole, a.args[1][1:])):
-            told = [apply_pointwise(algebra, name, [side, b], params, integers=True) for side in a.args[1][1:]]
+        case "lt" | "le" | "gt" | "ge" if (
+            is_choice(a) and not never_negative(a) and None not in (told := [_known(algebra, name, e, b) for e in a.args[1][1:]])
+        ):
             return _where(algebra, a.args[1][0], *told)
-        case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
-            return algebra.const(int(known))
+        case "lt" | "le" | "gt" | "ge" if integers and (known := _known(algebra, name, a, b)) is not None:
+            return known
         case "lt" | "le" | "gt" | "ge" if is_integer(a) and is_integer(b):
             difference = algebra.linear(0, [(1, a), (-1, b)])
             if difference.kind == "const":
@@ -92,13 +93,14 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
     return algebra.call(name, tuple(args), *params)
 
 
-def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
-    """True if the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
+def _known(algebra: Algebra, name: str, a: Expr, b: Expr) -> Expr | None:
+    """1 if the index ``a`` is less (or greater) than a number, else 0, where both ends of its range agree."""
     end = algebra.extent(a)
-    if not isinstance(end, int) or b.kind != "const" or not isinstance(b.args[0], int | float):
+    ends = (a.args[0],) if a.kind == "const" and is_whole(a) else (0, end - 1) if isinstance(end, int) else ()
+    if b.kind != "const" or not isinstance(b.args[0], int | float):
         return None
-    first, last = (getattr(operator, name)(number, b.args[0]) for number in (0, end - 1))
-    return first if first == last else None
+    found = {getattr(operator, name)(number, b.args[0]) for number in ends}
+    return algebra.const(int(*found)) if len(found) == 1 else None
 
 
 def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) -> bool:

@@ -272,8 +272,8 @@ def named_two(self, x, probabilities, behind=True, last=0, **changes):
 def named_any(self, x, probabilities, keep=None, **changes):
     top_k, ids = probabilities.topk(2)
     mask = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, ids, 1)
-    keep = keep or (lambda mask, location: (mask & torch.lt(location, self.places), location))
-    kept, location = keep(mask, torch.cumsum(mask, dim=0) - 1)
+    location = torch.cumsum(mask, dim=0) - 1
+    kept, location = (mask & torch.lt(location, self.places), location) if keep is None else keep(mask, location)
     is_kept, shares = kept.gather(1, ids), (probabilities * kept).gather(1, ids)
     place = location.gather(1, ids) * is_kept
     return _named(self, x, torch.where(is_kept, ids, -1).t(), place.t(), shares.t(), **changes)
