@@ -58,10 +58,6 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
         case "minimum" if integers and (marks := [m for e in args if e.kind == "linear" for m in e.children if is_indicator(m)]):
             sides = ([algebra.substitute(e, {marks[0]: number}) for e in args] for number in (algebra.one, algebra.zero))
             return algebra.call("where", (marks[0], *(apply_pointwise(algebra, name, s, params, integers=True) for s in sides)))
-        case "lt" | "le" | "gt" | "ge" if (
-            is_choice(a) and not never_negative(a) and None not in (told := [_known(algebra, name, e, b) for e in a.args[1][1:]])
-        ):
-            return _where(algebra, a.args[1][0], *told)
         case "lt" | "le" | "gt" | "ge" if integers and (known := _known(algebra, name, a, b)) is not None:
             return known
         case "lt" | "le" | "gt" | "ge" if is_integer(a) and is_integer(b):
@@ -94,7 +90,11 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
 
 
 def _known(algebra: Algebra, name: str, a: Expr, b: Expr) -> Expr | None:
-    """1 if the index ``a`` is less (or greater) than a number, else 0, where both ends of its range agree."""
+    """Whether the index ``a`` is less (or greater) than a number, where the ends of its range agree, or those of each choice."""
+    if is_choice(a) and not never_negative(a):
+        mask, *sides = a.args[1]
+        known = [_known(algebra, name, side, b) for side in sides]
+        return None if None in known else _where(algebra, mask, *known)
     end = algebra.extent(a)
     ends = (a.args[0],) if a.kind == "const" and is_whole(a) else (0, end - 1) if isinstance(end, int) else ()
     if b.kind != "const" or not isinstance(b.args[0], int | float):
