@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integ
 _LARGEST = LARGEST_EXACT | {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.float32: 2**24, torch.float64: 2**53}
 _GIVEN = 2**15
 """Numbers of which nothing is known, such as ids that the graph is given, are taken to be no larger."""
-_PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
+_PLACES = ("var", "mod", "nonzero", "inverse", "group")
 
 Floors = Mapping[Expr, float]
 """Expressions that are no less than a number."""
@@ -77,6 +77,8 @@ def lower_bound(e: Expr, floors: Floors = MappingProxyType({})) -> float:
             return least if isinstance(least, int | float) else -math.inf if may_be_negative(least) else 0
         case "leaf" if _is_trusted(e.args[0]):
             return 0
+        case "div":
+            return 0 if never_negative(e.args[0], floors) else -math.inf
         case "cast":
             return lower_bound(e.args[1], floors)
         case "sum" | "prefix" if lower_bound(e.args[1], floors) >= 0:

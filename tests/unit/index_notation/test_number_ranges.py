@@ -33,6 +33,15 @@ def test_bounds_of_a_linear_index(algebra):
         assert algebra.extent(e) == (max(values) + 1 if min(values) >= 0 else None)
 
 
+@pytest.mark.parametrize("least", [-1, 0])
+def test_bounds_of_a_quotient(algebra, least):
+    """It is negative where what is divided is: -1 // 2 is -1."""
+    whole, mask = (algebra.var(level, 5, "r") for level in (0, 1))
+    e = algebra.call("where", (algebra.eq(mask, algebra.zero), whole, algebra.const(least)))
+    quotients = [algebra.div(e, 2), algebra.div(algebra.linear(least, [(1, whole)]), 2)]
+    assert [never_negative(quotient) for quotient in quotients] == [least == 0] * 2
+
+
 def test_bounds_of_an_index_that_a_mask_makes_zero(algebra):
     index, at = algebra.var(0, 5, "r"), algebra.var(1, 5, "r")
     is_index, is_at = (algebra.eq(var, algebra.const(3)) for var in (index, at))
