@@ -335,10 +335,10 @@ class _Proof:
         if not all(isinstance(n, fx.Node) and isinstance(fake_of(n), torch.Tensor) for n in (before, after)):
             return self._same_number(_number(before), _number(after))
         one, other = self.view.value_at(before, self.first), self.view.value_at(after, self.last)
-        are_first = self._are_first_rows(one, other)
-        if self._is_shared(before, after) or not (are_first or self._layout(before) == self._layout(after)):
+        are_first, layout = self._are_first_rows(one, other), self._layout(before)
+        if self._is_shared(before, after) or not (are_first or layout == self._layout(after)):
             return False
-        return are_first or 0 in self._layout(before)[2] or self._same(one, other)
+        return are_first or 0 in layout[2] or self._same(one, other)
 
     def _layout(self, node: fx.Node) -> tuple:
         """How a tensor lies: of no rows, as ``x.new_empty(0, D)`` does, where the condition says that there are none."""
