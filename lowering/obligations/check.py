@@ -8,7 +8,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.effects import ASSERTS, acts_beside_tensors, has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, graphs_of, target_name, written_nodes
@@ -18,7 +17,6 @@ from moeblaze_ops.lowering.obligations.markers import LEAF, left_as_it_is
 from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.lowering.torch_internals.frames import is_of_host
 from moeblaze_ops.ops.register import NAMESPACE
-from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
 
 def unproven(gm: fx.GraphModule) -> str | None:
@@ -39,30 +37,6 @@ def has_numbers(gm: fx.GraphModule) -> bool:
 
 
 _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "left_as_it_is"))
-
-
-def may_lack_tokens(gm: fx.GraphModule, *, skips: bool) -> bool:
-    """True if a layer that was rewritten and is trained has no tokens, or a number of them that may be 0.
-
-    Where the program ``skips`` work on data, so it is if no slot of its tokens may be used.
-
-    Not so where weights are gathered from other ranks: they do the same whoever has how many tokens, and gradients are zeros.
-    """
-    if any(_is_sharded(node) for node in all_nodes(gm)):
-        return False
-    trained = [node for node in all_nodes(gm) if getattr(node.target, "namespace", "") == NAMESPACE and needs_gradient(node)]
-    trained = [node for node in trained if skips or "down" not in str(node.target)]
-    given = (fake_of(node.args[0]) for node in trained if node.args and isinstance(node.args[0], fx.Node))
-    return any(_may_be_zero(fake.shape[0]) for fake in given if isinstance(fake, torch.Tensor) and fake.dim() > 1)
-
-
-def _is_sharded(node: fx.Node) -> bool:
-    call = dtensor_call(node)
-    return node.target is experts_over_ranks or (call is not None and call[0] == "redistribute")
-
-
-def _may_be_zero(size: int | torch.SymInt) -> bool:
-    return size == 0 if isinstance(size, int) else bool(size.node.shape_env.bound_sympy(size.node.expr).lower <= 0)
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:

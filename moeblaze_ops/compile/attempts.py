@@ -225,8 +225,6 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
         attempt.give_up(f"{', '.join(effects)} would run where the program skips it")
     if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
         attempt.give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
-    if attempt.assumes and check.may_lack_tokens(gm, skips=traced is None or bool(traced.done)):
-        attempt.give_up("there may be no tokens: the program skips all work then, and its output needs no gradient")
     if attempt.assumes and not report.rewritten:
         attempt.give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
