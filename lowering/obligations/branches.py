@@ -13,7 +13,7 @@ import copy
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,6 @@ from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.obligations.check import line_of, name_of, tells_of_data
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
-from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
 from moeblaze_ops.lowering.obligations.known_sizes import cut_of, known_sizes
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_taken
 from moeblaze_ops.lowering.obligations.zero import Zeros, all_zero, summed, zero_where
@@ -50,15 +49,11 @@ from moeblaze_ops.lowering.undoable_edits import Edits
 
 @dataclass
 class Discharged:
-    """What came of the branches of a graph: why one is not proven, and which node shows it, or the nodes that run unasked now.
-
-    ``graded`` are tensors through which a gradient flows, and through none that the program has without the work.
-    """
+    """What came of the branches of a graph: why one is not proven, and which node shows it, or what runs unasked now."""
 
     reason: str | None = None
     at: fx.Node | None = None
-    work: set[fx.Node] = field(default_factory=set)
-    graded: list[fx.Node] = field(default_factory=list)
+    work: dict[fx.Node, fx.Node] = field(default_factory=dict)  # each node with the marker of its branch
 
 
 def discharge(gm: fx.GraphModule) -> Discharged:
@@ -80,12 +75,12 @@ def discharge(gm: fx.GraphModule) -> Discharged:
             if reason is not None:
                 return Discharged(f"{_line(begin)}: {reason}", begin)
             (end,) = begin.users
-            result.work.update(node for node in _from(begin, end) if node.target is not branch_begins)
-            result.graded += [after for before, after in zip(*end.args[1:3], strict=True) if gains_gradient(before, after)]
-            result.graded += [write for write, target in known.writes_between(begin, end) if gives_gradient(write, target)]
+            for node in _from(begin, end):
+                if node.target is not branch_begins:
+                    result.work.setdefault(node, begin)
     for graph in graphs:
         _erase(graph, _assert_ids(views[graph], result.work) if graph in views else {})
-    result.work = {node for node in result.work if not node._erased}
+    result.work = {node: begin for node, begin in result.work.items() if not node._erased}
     return result
 
 
@@ -140,9 +135,9 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
     return taken
 
 
-def _assert_ids(view: GraphView, work: set[fx.Node]) -> dict[fx.Node, tuple[fx.Node, Edits]]:
+def _assert_ids(view: GraphView, work: Collection[fx.Node]) -> dict[fx.Node, tuple[fx.Node, Edits]]:
     """Assertions of what operators check of ids, each with its operator and its edits: conditions may be all that reads it."""
-    apart = work | _without_work(view.graph)
+    apart = {*work, *_without_work(view.graph)}
     checked = checked_ids(view, [node for node in view.position if node not in apart])
     added = [(Edits(checks.node.graph), checks) for checks in checked]
     return {assert_in_range(edits, checks): (checks.node, edits) for edits, checks in added}
@@ -196,10 +191,6 @@ class _Known:
         for value in view._pool.values():
             if value.op == "nonzero":
                 self.masks.setdefault(value.shape[0], {})[value.args[0]] = None
-
-    def writes_between(self, first: fx.Node, last: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        position = self.view.position
-        return self.writes[bisect_right(self.written_at, position[first]) : bisect_left(self.written_at, position[last])]
 
 
 def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:

@@ -1,6 +1,6 @@
 """True if a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import sympy
 import torch
@@ -39,7 +39,7 @@ def has_numbers(gm: fx.GraphModule) -> bool:
 _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "left_as_it_is"))
 
 
-def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
+def remaining_effects(gm: fx.GraphModule, work: Collection[fx.Node]) -> list[str]:
     """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line.
 
     What is written is proven to be what is there: where it is a count it is so without a rounding, and without a gradient.

@@ -185,16 +185,14 @@ def rewritten(report: Any) -> Iterator[None]:
 
 
 def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
-    from moeblaze_ops.lowering.graph.fake_values import needs_gradient
     from moeblaze_ops.lowering.obligations import branches, check
-    from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
+    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
     from moeblaze_ops.lowering.tracing.conversions import drop_writes_of_itself
 
     drop_writes_of_itself(gm)
     traced = attempt.branches
-    work: set[fx.Node] = set()
-    graded: list[fx.Node] = []
+    work: dict[fx.Node, fx.Node] = {}
     unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
     if traced is not None:
         is_seen = frames.ends_in_break(gm) and (traced.longer or branches.may_share_memory(gm))
@@ -202,7 +200,7 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
         if reason := traced.left or discharged.reason:
             traced.left = reason
             attempt.give_up(reason, filter(None, [discharged.at]))
-        work, graded = discharged.work, discharged.graded
+        work = discharged.work
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
         if is_seen:
             attempt.give_up(_BREAK)
@@ -223,8 +221,6 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
         attempt.give_up(f"{', '.join(check.named(sources))} would stay in the graph: {why}", shared)
     if effects := check.remaining_effects(gm, work):
         attempt.give_up(f"{', '.join(effects)} would run where the program skips it")
-    if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
-        attempt.give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
     if attempt.assumes and not report.rewritten:
         attempt.give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
