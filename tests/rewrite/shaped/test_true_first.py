@@ -35,6 +35,9 @@ SPELLINGS = {
     "by a subscript for each axis": (SHARE, "share = probs[token, order // T]"),
     "of a mask": (ONE_HOT, "torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)"),
     "narrowed": (FIRST, f"{PLACES}.narrow(0, 0, T * K)"),
+    "as many as are chosen": (FIRST, f"{PLACES}[: chosen.sum()]"),
+    "as many as experts have": (FIRST, f"{PLACES}[: chosen.sum(0).long().cpu().sum().item()]"),
+    "as many as the flat map has": (FIRST, f"{PLACES}[: by_expert.reshape(-1).sum().item()]"),
     "of expanded weights": ("scores.softmax(-1)", "(scores.softmax(-1) * 2)"),
 }
 
@@ -44,6 +47,12 @@ TWINS = {
     "another first row": (FIRST, f"{PLACES}[1 : T * K + 1]"),
     "the last rows": (FIRST, f"{PLACES}[-T * K :]"),
     "one row more": (FIRST, f"{PLACES}[: T * K + 1]"),
+    "as many as are chosen, less one": (FIRST, f"{PLACES}[: chosen.sum().item() - 1]"),
+    "as many as are chosen, later": (FIRST, f"{PLACES}[1 : chosen.sum().item() + 1]"),
+    "as many as are chosen twice": (FIRST, f"{PLACES}[: 2 * chosen.sum().item()]"),
+    "as many as two experts have": (FIRST, f"{PLACES}[: chosen.sum(0)[:2].sum().item()]"),
+    "as many as are not chosen": (FIRST, f"{PLACES}[: (~chosen).sum().item()]"),
+    "as many as eight bits hold": (FIRST, f"{PLACES}[: chosen.sum(0).mul(99).to(torch.int8).sum().abs().item()]"),
     "the false ones": (FIRST, ".argsort(stable=True)[: T * K]"),
     "those that are not chosen": ("by_expert.reshape(-1)", "(~by_expert).reshape(-1)"),
     "by token": ("by_expert = chosen.T.contiguous()", "by_expert = chosen"),
