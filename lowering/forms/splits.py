@@ -111,12 +111,14 @@ def _counts_all(first: Value, mask: Value) -> bool:
         where(0 <= row < map_TE.sum(0).sum())       and the map itself, map_TE.T.reshape(-1)
     """
     lower, (known, counts) = first.args
-    ((number, times),) = counts if len(counts) == 1 else ((mask, 0),)
-    while number.dtype == torch.int64 and number.op in ("sum", "cast", "reshape", "permute"):
-        number = number.args[0]
-    while mask.op in ("reshape", "permute"):
-        mask = mask.args[0]
-    return lower == (0, frozenset()) and (known, times) == (0, 1) and number is mask
+    return (*lower, known) == (0, frozenset(), 0) and [(_summed(n), times) for n, times in counts] == [(_summed(mask), 1)]
+
+
+def _summed(x: Value) -> Value:
+    """What ``x`` sums over some axes, exactly, in other shapes."""
+    while x.op in ("reshape", "permute") or (x.op in ("sum", "cast") and x.dtype == torch.int64):
+        (x, *_) = x.args
+    return x
 
 
 def _is_of_data(size: Any) -> bool:

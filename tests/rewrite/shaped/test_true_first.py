@@ -50,6 +50,7 @@ TWINS = {
     "as many as are chosen, less one": (FIRST, f"{PLACES}[: chosen.sum().item() - 1]"),
     "as many as are chosen, later": (FIRST, f"{PLACES}[1 : chosen.sum().item() + 1]"),
     "as many as are chosen twice": (FIRST, f"{PLACES}[: 2 * chosen.sum().item()]"),
+    "as many as are chosen, and again": (FIRST, f"{PLACES}[: chosen.sum().item() + chosen.T.sum().item()]"),
     "as many as two experts have": (FIRST, f"{PLACES}[: chosen.sum(0)[:2].sum().item()]"),
     "as many as are not chosen": (FIRST, f"{PLACES}[: (~chosen).sum().item()]"),
     "as many as eight bits hold": (FIRST, f"{PLACES}[: chosen.sum(0).mul(99).to(torch.int8).sum().abs().item()]"),
