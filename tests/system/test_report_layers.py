@@ -286,7 +286,7 @@ def test_report_says_in_how_many_compiles_a_layer_is_left():
     assert head == "moeblaze: 1 of 1 MoE layers rewritten, 1 of 1 in 2 of 3 compiles, 0 of 1 in 1 of 3 compiles"
     assert first.startswith("  0 (") and "compiles" not in first
     assert re.match(r"  1 \(\S+\), in 2 of 3 compiles: masked experts -> ", lines[0])
-    assert re.match(r"  1 \(\S+\), in 1 of 3 compiles: masked experts, left alone: ", lines[1])
+    assert re.match(r"  1 \(\S+\), in 1 of 3 compiles: unrecognised, left alone: ", lines[1])
 
 
 class Asking(Dense):
