@@ -195,7 +195,8 @@ def notes_of(records: list, breaks: list[tuple[str, str]], captured: bool, switc
 
 
 def _at(line: str) -> str:
-    return f" at {short_place(line)} ({code_at(line)})" if line else ""
+    code = code_at(line)
+    return f" at {short_place(line)}" + (f" ({code})" if code else "") if line else ""
 
 
 class _Names:

@@ -106,10 +106,7 @@ def _between(view: GraphView, lower: Number, upper: Number, extent: Size) -> Val
 
 
 def _counts_all(first: Value, mask: Value) -> bool:
-    """True if rows between two bounds are the first of all, as many as a mask has true elements, in whatever shape it stands.
-
-        where(0 <= row < map_TE.sum(0).sum())       and the map itself, map_TE.T.reshape(-1)
-    """
+    """True if rows between two bounds are as many as a mask has true elements: [: map.sum(0).sum()] of map.T.reshape(-1)."""
     lower, (known, counts) = first.args
     return (*lower, known) == (0, frozenset(), 0) and [(_summed(n), times) for n, times in counts] == [(_summed(mask), 1)]
 

@@ -89,10 +89,7 @@ class LayerForm:
             number, factors = split_number(term)
             rest = algebra.mul(*factors)
             numbers[rest] = numbers.get(rest, 0) + number
-        common = next(iter(numbers.values()))
-        if any(number != common for number in numbers.values()):
-            return factored(algebra, algebra.add(*(algebra.mul(algebra.const(n), rest) for rest, n in numbers.items())))
-        return algebra.mul(algebra.const(common), factored(algebra, algebra.add(*numbers)))
+        return factored(algebra, algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items())))
 
     def _product(self, factors: list[Expr]) -> Expr:
         """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.
