@@ -170,7 +170,7 @@ def candidate_of(
     return Candidate(where, spelling, entry.became, None, before, after, entry.copied_bytes, zeros=zeros, mode=mode)
 
 
-def notes_of(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
+def notes_of(records: list, breaks: list[tuple[str, str]], captured: bool, switch: types.ModuleType) -> Iterator[str]:
     """What a text says below its layers: what was captured otherwise than written, and what was not captured."""
     if reason := switch.why_no_attempts():
         yield reason
@@ -183,16 +183,20 @@ def notes_of(records: list, breaks: list[str], captured: bool, switch: types.Mod
                 without_ops += 1
                 continue
             loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
-            at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
             is_part = checkpoints_eagerly(record.reason)
             left = "what {} checkpoints is not compiled" if is_part else "nothing of {} itself is compiled"
-            yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{at}{loop}"
-    for reason in breaks:
-        yield f"graph break: {in_plain_words(reason)}"
+            yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{_at(record.line)}{loop}"
+    for reason, line in breaks:
+        yield f"graph break: {in_plain_words(reason)}{_at(line)}"
     if without_ops:
         yield f"functions without tensor operations, which are not compiled: {without_ops}"
     if not captured:
         yield "no graph was captured, so there was nothing to rewrite"
+
+
+def _at(line: str) -> str:
+    code = code_at(line)
+    return f" at {short_place(line)}" + (f" ({code})" if code else "") if line else ""
 
 
 class _Names:

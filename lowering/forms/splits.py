@@ -86,6 +86,8 @@ def slice_between(view: GraphView, x: Value, dim: int, part: slice, written: tup
     """``x[start:stop]`` along one axis, with bounds that only the data tell; ``written``: the shape of what is stored there."""
     mask, shape = _mask(view, x.shape[dim], part), output_shape(view) if written is None else written
     length = shape[dim] if len(shape) == len(x.shape) else 1
+    if x.op == "true_first" and written is None and _counts_all(mask, x.args[0]):
+        return _positions(view, x.args[0], length)
     if written is not None and not _is_of_data(length):
         require(mask in view.lengths, "a slice that is read, too")
         length = view.lengths[mask][0]
@@ -101,6 +103,19 @@ def _mask(view: GraphView, extent: Size, part: slice) -> Value:
 
 def _between(view: GraphView, lower: Number, upper: Number, extent: Size) -> Value:
     return view.make("between", lower, upper, shape=(extent,), dtype=torch.bool)
+
+
+def _counts_all(first: Value, mask: Value) -> bool:
+    """True if rows between two bounds are as many as a mask has true elements: [: map.sum(0).sum()] of map.T.reshape(-1)."""
+    lower, (known, counts) = first.args
+    return (*lower, known) == (0, frozenset(), 0) and [(_summed(n), times) for n, times in counts] == [(_summed(mask), 1)]
+
+
+def _summed(x: Value) -> Value:
+    """What ``x`` sums over some axes, exactly, in other shapes."""
+    while x.op in ("reshape", "permute") or (x.op in ("sum", "cast") and x.dtype == torch.int64):
+        (x, *_) = x.args
+    return x
 
 
 def _is_of_data(size: Any) -> bool:

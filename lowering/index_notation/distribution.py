@@ -1,8 +1,11 @@
-"""A sum as its terms, by the distributive law."""
+"""A sum as its terms, by the distributive law, and terms as a product."""
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -28,3 +31,15 @@ def terms_of(algebra: Algebra, e: Expr, sums_in: Callable[[Expr], Iterable[Expr]
                 yield from terms_of(algebra, algebra.mul(term, *others), sums_in)
             return
     yield e
+
+
+def factored(algebra: Algebra, e: Expr) -> Expr:
+    """``e``; of a sum what all of its terms have as a factor, and the sum of what is left of them.
+
+        w a + w b               w (a + b)
+        w w a + w               w (w a + 1)
+    """
+    terms = [Counter(factors_of(term)) for term in e.args] if e.kind == "add" else [Counter[Expr]()]
+    if not (shared := reduce(operator.and_, terms)):
+        return e
+    return algebra.mul(*shared.elements(), algebra.add(*(algebra.mul(*(term - shared).elements()) for term in terms)))

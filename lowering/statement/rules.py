@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
-from moeblaze_ops.lowering.index_notation.distribution import terms_of
+from moeblaze_ops.lowering.index_notation.distribution import factored, terms_of
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, is_changing, split_number, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator, is_order
 
@@ -79,9 +79,9 @@ class LayerForm:
         return self._summed(outer, self._algebra.mul(*apart, self._algebra.sum(var, rest)))
 
     def _sum(self, terms: list[Expr]) -> Expr:
-        """A sum in which a product stands once, with one number; one that all of them have stands before the sum.
+        """A sum in which a product stands once, with one number; what all of them have stands before the sum.
 
-            a + a = 2 a        2 a + 2 b = 2 (a + b)
+            a + a = 2 a        2 a + 2 b = 2 (a + b)        w a - w b = w (a - b)
         """
         algebra, numbers = self._algebra, dict[Expr, float]()
         whole = algebra.add(*terms)
@@ -89,10 +89,7 @@ class LayerForm:
             number, factors = split_number(term)
             rest = algebra.mul(*factors)
             numbers[rest] = numbers.get(rest, 0) + number
-        common = next(iter(numbers.values()))
-        if any(number != common for number in numbers.values()):
-            return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))
-        return algebra.mul(algebra.const(common), algebra.add(*numbers))
+        return factored(algebra, algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items())))
 
     def _product(self, factors: list[Expr]) -> Expr:
         """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from traceback import FrameSummary
 from types import CodeType, FrameType
 from typing import Any
 
@@ -182,7 +183,11 @@ def _call_path(calls: Iterable[tuple[str, int, str]], modules: Iterable[str | in
 
 def place_of(error: Exception) -> str:
     """``file:line`` of the user's code that Dynamo could not trace, or nothing."""
-    stack = getattr(error, "real_stack", None) or ()
+    return innermost(getattr(error, "real_stack", None) or ())
+
+
+def innermost(stack: Iterable[FrameSummary]) -> str:
+    """``file:line`` of the innermost call that is not of torch, or nothing."""
     own = [frame for frame in stack if not _is_of_torch(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 

@@ -25,10 +25,11 @@ from torch._dynamo.eval_frame import (
     skip_code,
 )
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from moeblaze_ops.lowering import patches
+from moeblaze_ops.lowering.torch_internals import callers
 from moeblaze_ops.lowering.torch_internals.room import call_with_room
 
 __all__ = ["counters", "dynamo_config"]
@@ -222,15 +223,17 @@ def forgetting_frames(backend: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting_breaks() -> Iterator[list[str]]:
-    """A context that collects the reasons of graph breaks, and leaves Dynamo's counters as they were."""
-    reasons: list[str] = []
-    forget = counted_since()
+def counting_breaks() -> Iterator[list[tuple[str, str]]]:
+    """A context that collects the reasons of graph breaks and their lines, and leaves Dynamo's counters as they were."""
+    breaks: list[tuple[str, str]] = []
+    forget, before = counted_since(), len(graph_break_reasons)
     counters.clear()
     try:
-        yield reasons
+        yield breaks
     finally:
-        reasons.extend(counters["graph_break"])
+        stacks = [(each.reason, callers.innermost(each.user_stack)) for each in graph_break_reasons[before:]]
+        for reason in counters["graph_break"]:
+            breaks += dict.fromkeys(each for each in stacks if each[0] == reason) or [(reason, "")]
         forget()
 
 

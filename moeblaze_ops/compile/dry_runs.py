@@ -20,7 +20,7 @@ def eager_random_numbers() -> contextlib.AbstractContextManager:
 
 def dry_run(
     function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args: Any, **kwargs: Any
-) -> tuple[Any, list[Record], list[str]]:
+) -> tuple[Any, list[Record], list[tuple[str, str]]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
     Args:
@@ -29,8 +29,8 @@ def dry_run(
         args, kwargs: of ``function``.
 
     Returns:
-        What ``function`` returns, the records, and the graph breaks. What Dynamo learnt about code that it had not seen
-        before is forgotten.
+        What ``function`` returns, the records, and the graph breaks with their lines. What Dynamo learnt about code that it had
+        not seen before is forgotten.
     """
     from moeblaze_ops.lowering.obligations.branches import always_taken
 

@@ -38,6 +38,7 @@ TWINS = {
     "stacked_linear_loop": ("F.linear(x, w3)", "F.linear(x.flip(0), w3)"),
     "packed_loop": ("chunk(2, dim=-1)", "chunk(2, dim=-1)[::-1]"),
     "gpt_oss_loop": ("max=7.0), up", "max=6.0), up"),
+    "weighted_bias_loop": ("self.down_bias[e] * share", "self.down_bias[e] * weights[token, 1 - slot, None]"),
     "dbrx_loop": ("@ w1[e].t()", "@ w1[e - 1].t()"),
     "sorted_transformers": ("sample_weights[perm]", "sample_weights[inv]"),
     "sorted_transformers_bias": ("self.down_bias[grouped_ids]", "self.down_bias[expert_ids]"),

@@ -259,6 +259,22 @@ def test_what_breaks_a_graph_is_said_by_what_to_write():
     assert any("read from a tensor" in note for note in moeblaze_ops.explain(counted, x.detach()).notes)
 
 
+def test_a_graph_break_has_its_line():
+    def inner(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def step(x):
+        x = inner(x * 2)
+        torch._dynamo.graph_break()
+        return inner(x).relu()
+
+    notes = [note for note in moeblaze_ops.explain(step, torch.randn(6, 16)).notes if note.startswith("graph break: ")]
+    first = inner.__code__.co_firstlineno + 1
+    assert len(notes) == 2 and all("test_explain_layers.py:" in note for note in notes)
+    assert [int(re.search(r"\.py:(\d+) \(torch._dynamo.graph_break\(\)\)$", note)[1]) for note in notes] == [first, first + 5]
+
+
 def test_functions_without_operations_are_one_note():
     """Dynamo's names for what follows a break are not shown, nor each function that it had nothing to compile of."""
 

@@ -267,6 +267,28 @@ def test_blocks_of_a_region_that_is_compiled_once_are_counted_each(caplog, exper
     assert explained.direct == report.direct in (0, 3)
 
 
+class OfRows(nn.Module):
+    """An activation that is not pointwise where there are seven rows."""
+
+    def forward(self, h):
+        return h.softmax(0) if len(h) == 7 else F.silu(h)
+
+
+def test_report_says_in_how_many_compiles_a_layer_is_left():
+    model = nn.Sequential(Dense(), Dense(activation=OfRows()))
+    with rewriting_backend() as backend:
+        run = torch.compile(model, backend=backend, dynamic=False)
+        for rows in (6, 7):
+            run(torch.randn(rows, 16))
+        assert "in 1 of 2 compiles" in str(moeblaze_ops.report())
+        run(torch.randn(8, 16))
+    head, first, *lines = str(moeblaze_ops.report()).splitlines()
+    assert head == "moeblaze: 1 of 1 MoE layers rewritten, 1 of 1 in 2 of 3 compiles, 0 of 1 in 1 of 3 compiles"
+    assert first.startswith("  0 (") and "compiles" not in first
+    assert re.match(r"  1 \(\S+\), in 2 of 3 compiles: masked experts -> ", lines[0])
+    assert re.match(r"  1 \(\S+\), in 1 of 3 compiles: unrecognised, left alone: ", lines[1])
+
+
 class Asking(Dense):
     """A layer that can be told to look at its output between two experts, which Dynamo cannot follow."""
 

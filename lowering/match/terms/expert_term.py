@@ -16,6 +16,7 @@ from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters, value_at_zero
 from moeblaze_ops.lowering.graph.functional_view import Value, target_name
 from moeblaze_ops.lowering.graph.operators import PROJECTIONS
+from moeblaze_ops.lowering.index_notation.distribution import factored
 from moeblaze_ops.lowering.index_notation.expr import (
     DROPOUT,
     Expr,
@@ -190,7 +191,9 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
         outputs = [f for f in factors_of(core) if feature in f.free]
         routing += [f for f in factors_of(core) if feature not in f.free]
         prove(len(outputs) == 1, Reason.NOT_TWO_PROJECTIONS, "the output is a product of several feature vectors")
-        core = outputs[0]
+        core = factored(algebra, outputs[0])  # y * weight + bias * weight
+        if core.kind == "mul":
+            continue
         if core.kind == "sum" and core.args[0].args[2] == "r":
             var, core = algebra.open(core)
             binders.append(var)

@@ -47,6 +47,7 @@ from tests.corpus.zoo.loops import (
     packed_loop,
     stacked_linear_loop,
     stacked_loop,
+    weighted_bias_loop,
 )
 from tests.corpus.zoo.masked import (
     masked_add_method,
@@ -113,6 +114,7 @@ STACKED = (
     (stacked_linear_loop, "linear", False),
     (packed_loop, "packed", False),
     (gpt_oss_loop, "packed", True),
+    (weighted_bias_loop, "packed", True),
     (dbrx_loop, "rows", False),
     (sorted_transformers, "packed_linear", False),
     (sorted_transformers_bias, "packed", True),

@@ -209,6 +209,20 @@ def gpt_oss_loop(self, x, weights, ids):
     return out.reshape(shape)
 
 
+def weighted_bias_loop(self, x, weights, ids):
+    """NeMo Automodel's: the weight multiplies what stands between the projections, and the bias behind them."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    out = torch.zeros_like(x)
+    for e in range(self.E):
+        token, slot = torch.where(ids == e)
+        gate, up = (x[token] @ self.gate_up[e] + self.gate_up_bias[e]).chunk(2, dim=-1)
+        share = weights[token, slot, None]
+        y = (F.silu(gate) * up * share) @ self.down[e] + self.down_bias[e] * share
+        out.scatter_add_(0, token[:, None].expand(-1, x.shape[-1]), y)
+    return out.reshape(shape)
+
+
 def dbrx_loop(self, x, weights, ids):
     shape = x.shape
     x, weights, ids = flat(x, weights, ids)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.corpus import changed_matches
 from tests.corpus.zoo import catalogue as zoo
 from tests.corpus.zoo.catalogue import stacked
+from tests.corpus.zoo.changed import changed
 from tests.tools.rewrite_harness import assert_replaced, check_against_eager, compiled, rewrite_of
 
 _CASES = [function.__name__ for function, *_ in zoo.STACKED]
@@ -55,6 +56,28 @@ def test_biased_ungated_experts(fp64, combine):
     assert_replaced(check_against_eager(layer, torch.randn(10, zoo.D)))
 
 
+_BIAS, _HIDDEN = "self.down_bias[e] * share", "(F.silu(gate) * up * share) @ self.down[e]"
+_BIASES = {
+    "weighted behind": (_HIDDEN, "share * ((F.silu(gate) * up) @ self.down[e])"),
+    "subtracted": (f"{_HIDDEN} + {_BIAS}", f"{_HIDDEN} - -1 * {_BIAS}"),
+    "doubled": (f"{_HIDDEN} + {_BIAS}", f"2 * ({_HIDDEN}) + 2 * {_BIAS}"),
+    "whole": (_BIAS, "self.down_bias[e]"),
+    "squared": (_BIAS, f"{_BIAS} * share"),
+    "doubled alone": (_BIAS, f"{_BIAS} * 2"),
+    "detached": (_BIAS, "self.down_bias[e] * share.detach()"),
+    "rounded": (_BIAS, "self.down_bias[e] * share.bfloat16()"),
+    "of the token": (_BIAS, f"{_BIAS} * x[token]"),
+    "dropped": (_BIAS, f"F.dropout({_BIAS}, 1.0)"),
+}
+
+
+@pytest.mark.parametrize("name", _BIASES)
+def test_biases_by_the_weight_of_the_output_or_by_another_one(fp64, name):
+    layer = zoo.StackedMoE(changed(zoo.weighted_bias_loop, _BIASES[name]), "packed", bias=True)
+    backend = check_against_eager(layer, torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == (name in ("weighted behind", "subtracted", "doubled"))
+
+
 @pytest.mark.parametrize("name", _CASES)
 def test_stacked_experts(fp64, name):
     with changed_matches.matches() as matches:
@@ -67,7 +90,8 @@ def test_stacked_experts(fp64, name):
 @pytest.mark.parametrize(
     "name, num_tokens, top_k",
     [
-        ("stacked_loop", 1, 1), ("sorted_transformers", 7, 1), ("sorted_torchtune", 1, 2), ("sorted_scaled_wide", 1, 1),
+        ("weighted_bias_loop", 1, 2), ("weighted_bias_loop", 7, 1), ("stacked_loop", 1, 1), ("sorted_transformers", 7, 1),
+        ("sorted_torchtune", 1, 2), ("sorted_scaled_wide", 1, 1),
         ("gathered_bmm", 1, 2), ("dense_einsum", 7, 1), ("dense_llama4", 1, 1), ("einsum_masked_tokens", 7, 1),
     ],
 )  # fmt: skip

@@ -35,6 +35,9 @@ SPELLINGS = {
     "by a subscript for each axis": (SHARE, "share = probs[token, order // T]"),
     "of a mask": (ONE_HOT, "torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)"),
     "narrowed": (FIRST, f"{PLACES}.narrow(0, 0, T * K)"),
+    "as many as are chosen": (FIRST, f"{PLACES}[: chosen.sum()]"),
+    "as many as experts have": (FIRST, f"{PLACES}[: chosen.sum(0).long().cpu().sum().item()]"),
+    "as many as the flat map has": (FIRST, f"{PLACES}[: by_expert.reshape(-1).sum().item()]"),
     "of expanded weights": ("scores.softmax(-1)", "(scores.softmax(-1) * 2)"),
 }
 
@@ -44,6 +47,14 @@ TWINS = {
     "another first row": (FIRST, f"{PLACES}[1 : T * K + 1]"),
     "the last rows": (FIRST, f"{PLACES}[-T * K :]"),
     "one row more": (FIRST, f"{PLACES}[: T * K + 1]"),
+    "as many as are chosen, less one": (FIRST, f"{PLACES}[: chosen.sum().item() - 1]"),
+    "as many as are chosen, later": (FIRST, f"{PLACES}[1 : chosen.sum().item() + 1]"),
+    "from the second one on": (FIRST, f"{PLACES}[1 : chosen.sum().item()]"),
+    "from the second expert on": (FIRST, f"{PLACES}[chosen.sum(0)[0].item() : chosen.sum().item()]"),
+    "as many as are chosen twice": (FIRST, f"{PLACES}[: 2 * chosen.sum().item()]"),
+    "as many as are chosen, and again": (FIRST, f"{PLACES}[: chosen.sum().item() + chosen.T.sum().item()]"),
+    "as many as two experts have": (FIRST, f"{PLACES}[: chosen.sum(0)[:2].sum().item()]"),
+    "as many as are not chosen": (FIRST, f"{PLACES}[: (~chosen).sum().item()]"),
     "the false ones": (FIRST, ".argsort(stable=True)[: T * K]"),
     "those that are not chosen": ("by_expert.reshape(-1)", "(~by_expert).reshape(-1)"),
     "by token": ("by_expert = chosen.T.contiguous()", "by_expert = chosen"),
@@ -130,6 +141,10 @@ def test_first_places_are_those_of_true_elements(name):
 @pytest.mark.parametrize("name", TWINS)
 def test_twins_are_left_alone_or_right(name):
     check(TWINS[name], ties=(False, True))
+
+
+def test_counts_that_eight_bits_do_not_hold():
+    check((FIRST, f"{PLACES}[: chosen.sum(0).to(torch.uint8).sum().item()]"), T=600)
 
 
 def test_equal_keys_in_any_order_are_no_map():

@@ -1,11 +1,12 @@
-"""A sum as its terms: they add up to it, whichever sums are multiplied out."""
+"""A sum as its terms: they add up to it, whichever sums are multiplied out; and as a product with what all of them have."""
 
 import math
 import random
+from collections import Counter
 
 import pytest
 
-from moeblaze_ops.lowering.index_notation.distribution import terms_of
+from moeblaze_ops.lowering.index_notation.distribution import factored, terms_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from tests.corpus.element_values import Run
@@ -53,3 +54,17 @@ def test_more_terms_than_factors():
     terms = [*terms_of(algebra, algebra.mul(both, both, c), lambda e: [f for f in factors_of(e) if f.kind == "add"])]
     expected = [algebra.mul(a, a, c), algebra.mul(a, b, c), algebra.mul(a, b, c), algebra.mul(b, b, c)]
     assert sorted(terms, key=id) == sorted(expected, key=id)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_all_terms_have_stands_before_their_sum(seed):
+    rng, algebra, number = random.Random(seed), Algebra(), object.__new__(Run).number
+    parts = [_drawn(algebra, rng, [algebra.var(0, 4, "t")], 2) for _ in range(4)]
+    shared = rng.choices(parts, k=rng.randint(0, 2))
+    terms = [algebra.mul(algebra.const(rng.choice((-1, 1, 2))), *shared, *rng.choices(parts, k=2)) for _ in range(3)]
+    e = algebra.add(*terms)
+    made = factored(algebra, e)
+    for at in range(2):
+        first, second = (number(each, {algebra.var(0, 4, "t"): at}) for each in (e, made))
+        assert math.isclose(first, second, rel_tol=1e-9)
+    assert Counter(f for part in shared for f in factors_of(part)) <= Counter(factors_of(made)) or e.kind != "add"
