@@ -82,6 +82,12 @@ def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
     patches.install("repeats", {"partitioners.classify_nodes": classify})
 
 
+def is_in_order(graph: fx.Graph) -> bool:
+    """True if each node stands behind those that it reads; Dynamo of torch 2.11 puts what a tensor hook reads behind the hook."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return all(places[read] < place for node, place in places.items() for read in node.all_input_nodes)
+
+
 def may_be_repeated(node: fx.Node) -> bool:
     """True if the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config
