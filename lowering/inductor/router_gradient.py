@@ -16,6 +16,7 @@ from torch import fx
 
 from moeblaze_ops import config
 from moeblaze_ops.lowering.inductor.graph_writer import VIEWS, is_like
+from moeblaze_ops.lowering.torch_internals.graphs import made_of
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward
 
 _REPEATING = (torch.ops.aten.clone.default, torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default)
@@ -95,13 +96,11 @@ def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.
     order = {node: position for position, node in enumerate(nodes)}
     if any(node.is_impure() for node in nodes[order[backward] : order[total]]):
         return None
-    later, pending = set(), list(mm.args)
-    while pending:
-        node = pending.pop()
-        if order[node] > order[backward] and node not in later:
-            later.add(node)
-            pending += node.all_input_nodes
-    return sorted(later, key=order.get)
+
+    def is_later(node: fx.Node, *_: fx.Node) -> bool:
+        return order[node] > order[backward]
+
+    return sorted(filter(is_later, made_of(mm.args, is_later)), key=order.get)
 
 
 def _factors(mm: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -16,6 +16,7 @@ from torch import fx
 
 from moeblaze_ops import config
 from moeblaze_ops.lowering.inductor.graph_writer import CAST, VIEWS, Writer
+from moeblaze_ops.lowering.torch_internals.graphs import made_of
 from moeblaze_ops.ops.router_products import MOST_EXPERTS
 
 aten = torch.ops.aten
@@ -27,8 +28,8 @@ _ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default
 _GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
 
 
-def replace_router_product(mm: fx.Node) -> bool:
-    """Replace ``mm`` if it is a product of such a router, and say whether it was."""
+def replace_router_product(mm: fx.Node) -> None:
+    """Replace ``mm`` if it is a product of such a router."""
     left, right = mm.args
     if feeds_route(mm) and _is_transposed(right):
         op, args = torch.ops.moeblaze.router_logits.default, (left, right.args[0])
@@ -37,15 +38,14 @@ def replace_router_product(mm: fx.Node) -> bool:
         op, args = torch.ops.moeblaze.router_weight_grad.default, (left.args[0], right)
         num_experts = mm.meta["val"].shape[0]
     else:
-        return False
+        return
     value = mm.meta["val"]
     if not (value.is_cuda and value.dtype.itemsize == 2 and isinstance(num_experts, int)):
-        return False
+        return
     if num_experts > MOST_EXPERTS or num_experts % 8 == 0:
-        return False
+        return
     write = Writer(mm)
     write.instead(write.op(op, *args))
-    return True
 
 
 def replace_by_invariant_product(product: fx.Node) -> None:
@@ -83,12 +83,4 @@ def feeds_route(node: fx.Node) -> bool:
 
 def comes_from_route(node: fx.Node) -> bool:
     """True if this is made of the gradient of a router's logits."""
-    seen, left = {node}, [node]
-    while left:
-        node = left.pop()
-        if node.target in _GRADIENTS:
-            return True
-        if node.target in _SHIFTED:
-            left += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(left)
-    return False
+    return any(source.target in _GRADIENTS for source in made_of([node], lambda reader, _: reader.target in _SHIFTED))
