@@ -280,7 +280,7 @@ def _share(insert: Inserter, chosen: fx.Node, experts_TK: fx.Node, match: MoEMat
     ids = ids if fake.dim() == 2 else insert.call("reshape", ids, tuple(fake.shape))
     region = set(match.region.nodes)
     if readers := [reader for reader in chosen.users if reader not in region]:
-        insert.redirect(readers, chosen, ids)
+        insert.edits.redirect(readers, chosen, ids)
 
 
 def _weights_at(insert: Inserter, router: RouterMatch, ids: fx.Node) -> fx.Node:

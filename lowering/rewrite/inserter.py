@@ -1,6 +1,6 @@
 """The nodes that a rewrite adds: what the ops take of the nodes of a graph."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,10 +32,6 @@ class Inserter(NodeInserter):
     def at(self, *nodes: fx.Node) -> "Inserter":
         """One that adds after the last of other, earlier nodes, or after what is read in place of it."""
         return Inserter(self.edits, max(map(self.edits.successor, nodes)), self._copied)
-
-    def redirect(self, readers: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
-        """As ``Edits.redirect``."""
-        self.edits.redirect(readers, old, new)
 
     @contextmanager
     def without_autocast(self, device: str) -> Iterator[None]:
