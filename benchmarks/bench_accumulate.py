@@ -8,18 +8,19 @@ medians of CUDA event times. peak: highest allocation over a step beyond what wa
 the sums. error: of the sum of the gradients of the up weights, relative to that of fp32 buffers that a hook adds to.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import moeblaze_ops
 import moeblaze_ops.compile  # registers the backend where the package is not installed
-from bench_layer import MIB, SHAPES, GroupedMoE, Shape
-from environment import save
+from bench_layer import SHAPES, GroupedMoE, Shape
+from environment import command_line, save
+from measuring import event_time, peak, relative_error
 
 
 @dataclass
@@ -100,7 +101,7 @@ def measure(name: str, tokens: int, microbatches: int, rounds: int) -> list[Meas
             contender.step(xs, dout)
             total = contender.sum_of_up().float()
             exact = total.clone() if exact is None else exact
-            error = ((total - exact).norm() / exact.norm()).item()
+            error = relative_error(total, exact)
             found.append(Measurement(name, tokens, sums, side, statistics.median(times[side]), peaks[side], error))
             print(found[-1], flush=True)
     return found
@@ -110,36 +111,24 @@ def peak_of(contender: Contender, xs: list[Tensor], dout: Tensor) -> float:
     for _ in range(2):
         contender.step(xs, dout)
     contender.layer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    contender.step(xs, dout)
-    peak = torch.cuda.max_memory_allocated() - before
+    taken = peak(partial(contender.step, xs, dout))
     contender.layer.zero_grad(set_to_none=True)
-    return peak / MIB
+    return taken
 
 
 def times_of(contender: Contender, xs: list[Tensor], dout: Tensor, repeats: int = 4) -> list[float]:
     """Times of steps, but for the first; gradients are gone afterwards."""
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        contender.step(xs, dout)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
+    times = event_time(partial(contender.step, xs, dout), repeats)
     contender.layer.zero_grad(set_to_none=True)
     return times[1:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["fine"], choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--json")
     args = parser.parse_args()
     rows = [row for name in args.shapes for row in measure(name, args.tokens, args.microbatches, args.rounds)]
     save(args, rows)

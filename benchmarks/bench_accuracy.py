@@ -6,7 +6,6 @@ Of the layers of ``bench_layer.py``, which all get the same logits in fp32, so t
 computes the layer in fp32, expert by expert, without TF32. ``moeblaze`` is the layer written with ``grouped_mm``, rewritten.
 """
 
-import argparse
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  registers the backend where the package is not installed
 from bench_layer import SHAPES, GroupedMoE, OpsMoE, Shape
-from environment import save
+from environment import command_line, save
+from measuring import noting_failure
 
 
 class Routed(GroupedMoE):
@@ -121,21 +121,18 @@ def bench_shape(name: str, shape: Shape, names: list[str]) -> list[Measurement]:
     for contender in names:
         row = Measurement(name, contender)
         rows.append(row)
-        try:
+        with noting_failure(row):
             found = results(CONTENDERS[contender](layer), x, logits_TE, dout)
             for quantity, got, want in zip(QUANTITIES, found, expected, strict=True):
                 setattr(row, quantity, relative_error(got, want))
-        except Exception as failure:  # a contender that fails is a result, and the others still run
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
         torch.cuda.empty_cache()
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["fine", "finest", "wide", "mid", "coarse"], choices=SHAPES)
     parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS], choices=CONTENDERS)
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     print(f"{'shape':8} {'contender':20} " + " ".join(f"{quantity:>9}" for quantity in QUANTITIES))

@@ -7,14 +7,14 @@ swiglu's own numbers for what backward keeps. ``--warm i/n`` only compiles every
 processes fill Triton's cache side by side.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import torch
 
-from bench_layer import SHAPES, Shape, interleaved_medians, load_device
-from environment import command, describe
+from bench_layer import SHAPES, Shape
+from environment import command, command_line, describe
+from measuring import interleaved_medians, load_device
 from moeblaze_ops import moe
 from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
 
@@ -94,13 +94,12 @@ def measure(name: str, names: list[str], rounds: int, round_ms: float) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["fine", "wide", "coarse"], choices=SHAPES)
     parser.add_argument("--activations", nargs="+", default=list(ACTIVATIONS), choices=ACTIVATIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=120.0, help="time of each activation in each round")
     parser.add_argument("--warm", help="i/n: compile a part of the activations and stop")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["swiglu", "silu", *arguments.activations]))
     if arguments.warm:
@@ -113,7 +112,7 @@ def main() -> None:
     rows = [row for shape in arguments.shapes for row in measure(shape, names, arguments.rounds, arguments.round_ms)]
     if arguments.json:
         result = {"environment": describe(), "command": command(arguments), "formulas": ACTIVATIONS, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from environment import device, save
+from environment import command_line, device, save
 from moeblaze_ops.compile import switch
 
 
@@ -191,7 +191,7 @@ def print_table(rows: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--styles", nargs="+", default=list(STYLES), choices=STYLES)
     parser.add_argument("--contenders", nargs="+", default=["plain", "rewritten"], choices=CONTENDERS)
     parser.add_argument("--device", type=device, default="cpu", choices=("cpu", "cuda"))
@@ -202,7 +202,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="compiles of each, in turns; the fastest counts")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
 
     warm_up(arguments.device)

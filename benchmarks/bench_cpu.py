@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  registers the backend where the package is not installed
-from environment import save
+from environment import command_line, save
+from measuring import relative_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2}
@@ -171,11 +172,6 @@ def step_of(layer: nn.Module, x: Tensor, dout: Tensor) -> Callable[[], list[Tens
     return step
 
 
-def relative_error(got: list[Tensor], want: list[Tensor]) -> float:
-    pairs = zip(got, want, strict=True)
-    return max(float((a.detach() - b).double().norm() / b.double().norm()) for a, b in pairs)
-
-
 def measure(spelling: str, shape: Shape, arguments: argparse.Namespace) -> Measurement:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -187,7 +183,7 @@ def measure(spelling: str, shape: Shape, arguments: argparse.Namespace) -> Measu
     plain = step_of(torch.compile(copy.deepcopy(layer)), x, dout)
     expected = [tensor.detach().clone() for tensor in plain()]
     rewritten = step_of(torch.compile(layer, backend="moeblaze"), x, dout)
-    error = relative_error(rewritten(), expected)
+    error = max(map(relative_error, rewritten(), expected))
     if torch._dynamo.utils.counters["moeblaze"]["rewritten"] != 1:
         sys.exit(f"{spelling} {shape} was not rewritten")
     if error > TOLERANCES[arguments.dtype]:
@@ -228,13 +224,12 @@ def print_row(row: Measurement) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--spellings", nargs="+", default=list(SPELLINGS), choices=SPELLINGS)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU time for the turns of each spelling and shape")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     arguments.huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     torch.set_num_threads(arguments.threads)

@@ -25,10 +25,8 @@ import gc
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -38,19 +36,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from environment import device, save
+import bench_hf as hf
+from environment import command_line, device, save
+from measuring import MIB, became, counted, event_time, join_ranks, noting_failure
 from moeblaze_ops import compile as switch
 from moeblaze_ops.distributed import expert_placement, shard_experts
 from moeblaze_ops.kernels.multiprocessors import leaving_free
 
-MIB = 2**20
-REAL = {
-    "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "decoder_sparse_step": 1,
-}  # fmt: skip
-TINY = dict(
-    REAL, hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, num_attention_heads=4, head_dim=16
-)
+REAL, TINY = hf.REAL["qwen3_moe"], hf.TINY["qwen3_moe"]
 WARM_S = 1.0
 
 
@@ -75,19 +68,9 @@ class Measurement:
 
 def make_model(arguments: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    sizes = TINY if arguments.tiny else REAL
-    config = transformers.AutoConfig.for_model(
-        "qwen3_moe", **sizes, num_hidden_layers=arguments.layers, vocab_size=arguments.vocabulary,
-        max_position_embeddings=arguments.length, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    with torch.device(arguments.device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
-        )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:  # experts are left empty, to be loaded
-            nn.init.normal_(parameter, std=0.02)
-    return model
+    sizes = {"num_hidden_layers": arguments.layers, "vocab_size": arguments.vocabulary}
+    sizes |= {"max_position_embeddings": arguments.length, **(TINY if arguments.tiny else REAL)}
+    return hf.make_model("qwen3_moe", sizes, arguments.device, attn_implementation="sdpa", experts_implementation="grouped_mm")
 
 
 def experts_of(model: nn.Module) -> list[nn.Parameter]:
@@ -155,23 +138,8 @@ class Side:
 
     def times(self, function: Callable) -> tuple[float, float]:
         """Milliseconds of one call: the median and the least."""
-        repeats = self.arguments.repeats
-        if self.arguments.device != "cuda":
-            marks = [time.perf_counter()]
-            for _ in range(repeats):
-                function()
-                marks.append(time.perf_counter())
-            samples = [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
-        else:
-            dist.barrier()
-            torch.cuda.synchronize()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-            events[0].record()
-            for event in events[1:]:
-                function()
-                event.record()
-            torch.cuda.synchronize()
-            samples = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+        dist.barrier()
+        samples = event_time(function, self.arguments.repeats, self.arguments.device)
         return statistics.median(samples), min(samples)
 
     def warm(self) -> None:
@@ -201,8 +169,7 @@ def measure(row: Measurement, arguments: argparse.Namespace) -> list[Measurement
     dist.all_reduce(losses)
     row.losses = [round(loss, 5) for loss in (losses / dist.get_world_size()).tolist()[::3]]
     row.first_steps_s = round(time.perf_counter() - start, 1)
-    reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
-    row.became = [layer.became or f"{layer.reason}: {layer.detail}" for report in reports for layer in report.candidates]
+    row.became = became(records)
     return [times(replace(row, free=free), side) for free in (arguments.free if row.side == "ours" else [0])]
 
 
@@ -226,17 +193,16 @@ def print_row(row: Measurement, rows: list[Measurement]) -> None:
         return
     one = next((r for r in rows if (r.side, r.tokens) == ("one", row.tokens) and r.gradients_ms), None)
     of_one = f"{one.gradients_ms / row.gradients_ms:6.3f} {one.step_ms / row.step_ms:6.3f}" if one else f"{'-':>6} {'-':>6}"
-    layers = "; ".join(f"{row.became.count(kind)} x {kind}" for kind in dict.fromkeys(row.became))
     print(
         f"{row.tokens:6} {row.side:8} free {row.free:2} gradients {row.gradients_ms:8.2f} (min {row.gradients_min_ms:8.2f})"
         f" step {row.step_ms:8.2f} (min {row.step_min_ms:8.2f}) tokens/s {row.tokens_per_s:8} of one {of_one}"
-        f" peak {row.peak_mib:6} losses {row.losses}  {layers}",
+        f" peak {row.peak_mib:6} losses {row.losses}  {counted(row.became)}",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="of each GPU")
     parser.add_argument("--sides", nargs="+", default=["plain", "one", "ours", "grouped"])
     parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors left to collectives")
@@ -246,22 +212,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", type=device, default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to check this script")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
 
-    if arguments.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    join_ranks(arguments.device)
     rows: list[Measurement] = []
     ctas = os.environ.get("NCCL_MAX_CTAS")
     for tokens in arguments.tokens:
         for name in arguments.sides:
             row = Measurement(name, tokens)
-            try:
+            new = [row]
+            with noting_failure(row):
                 new = measure(row, arguments)
-            except Exception as failure:  # a side that fails is a result, and the others still run
-                traceback.print_exc()
-                new = [replace(row, failure=f"{type(failure).__name__}: {str(failure)[:500]}")]
             rows += new
             gc.collect()  # sharded models have cycles
             if arguments.device == "cuda":

@@ -12,8 +12,6 @@ of eager's tensor, the largest over all parameters; rounding that changes a toke
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +20,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import moeblaze_ops.compile
-from bench_layer import interleaved_medians, load_device, memory
-from environment import device, save
+from environment import command_line, device, save
+from measuring import became, counted, interleaved_medians, load_device, memory, noting_failure, relative_error
+from moeblaze_ops import compile as switch
 
 REAL = {
     "qwen3_moe": {
@@ -78,12 +76,11 @@ class Loss(nn.Module):
         return self.run(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def make_model(name: str, sizes: dict, layers: int, vocabulary: int, device: str) -> nn.Module:
-    config = transformers.AutoConfig.for_model(
-        name, **sizes, num_hidden_layers=layers, vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    )
+def make_model(name: str, sizes: dict, device: str, **options: str) -> nn.Module:
+    """A model of transformers with random weights in bf16."""
+    config = transformers.AutoConfig.for_model(name, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # experts are left empty, to be loaded
             nn.init.normal_(parameter, std=0.02)
@@ -98,21 +95,14 @@ def step(run: nn.Module, ids: Tensor) -> Tensor:
     return output.logits.detach()
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = float((actual.float() - expected.float()).norm() / expected.float().norm())
-    return float("inf") if difference != difference else difference
-
-
 def check(row: Measurement, model: nn.Module, run: nn.Module, ids: Tensor, logits: Tensor, gradients: list[Tensor]) -> None:
     """Fill in the errors of one step, and what its layers became."""
-    with moeblaze_ops.compile.recording() as records:
+    with switch.recording() as records:
         row.output_error = relative_error(step(run, ids), logits)
     row.gradient_error = max(
         relative_error(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), gradients, strict=True)
     )
-    graphs = (record for record in records if isinstance(record, moeblaze_ops.compile.GraphRecord))
-    reports = [graph.report for graph in graphs if graph.dropped is None]
-    row.became = [layer.became or f"{layer.reason}: {layer.detail}" for report in reports for layer in report.candidates]
+    row.became = became(records)
 
 
 def measure_memory(row: Measurement, model: nn.Module, run: nn.Module, ids: Tensor) -> None:
@@ -126,22 +116,12 @@ def measure_memory(row: Measurement, model: nn.Module, run: nn.Module, ids: Tens
     model.zero_grad(set_to_none=True)
 
 
-def host_medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Medians of wall times, taken in turns; for a check without a GPU."""
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            samples[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
 def bench_model(name: str, arguments: argparse.Namespace) -> list[Measurement]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     sizes = (TINY if arguments.tiny else REAL)[name]
-    model = make_model(name, sizes, arguments.layers, arguments.vocabulary, arguments.device)
+    sizes = {**sizes, "num_hidden_layers": arguments.layers, "vocab_size": arguments.vocabulary}
+    model = make_model(name, sizes, arguments.device)
     ids = torch.randint(3, arguments.vocabulary, (arguments.batch, arguments.length), device=arguments.device)
     logits = step(model, ids)
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -149,22 +129,18 @@ def bench_model(name: str, arguments: argparse.Namespace) -> list[Measurement]:
     for contender in arguments.contenders:
         row = Measurement(name, contender)
         rows.append(row)
-        try:
+        with noting_failure(row):
             run = CONTENDERS[contender](model)
             check(row, model, run, ids, logits, gradients)
             if ids.is_cuda:
                 measure_memory(row, model, run, ids)
             runs[contender] = partial(step, run, ids)
-        except Exception as failure:  # a contender that fails is a result, and the others still run
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
     del logits, gradients
     model.zero_grad(set_to_none=True)
     if ids.is_cuda:
         torch.cuda.empty_cache()
         load_device()
-        step_ms = interleaved_medians(runs, arguments.rounds, arguments.round_ms)
-    else:
-        step_ms = host_medians(runs, arguments.rounds)
+    step_ms = interleaved_medians(runs, arguments.rounds, arguments.round_ms, arguments.device)
     for row in rows:
         row.step_ms = step_ms.get(row.contender)
     return rows
@@ -180,15 +156,14 @@ def print_table(rows: list[Measurement]) -> None:
             print(f"{row.model:12} {row.contender:18} {row.failure}")
             continue
         sizes = (f"{size:9.0f}" if size is not None else f"{'-':>9}" for size in (row.moe_kept_mib, row.kept_mib, row.peak_mib))
-        layers = "; ".join(f"{row.became.count(kind)} x {kind}" for kind in dict.fromkeys(row.became))
         print(
             f"{row.model:12} {row.contender:18} {row.step_ms:9.2f} {' '.join(sizes)} {row.output_error:8.1e}"
-            f" {row.gradient_error:8.1e}  {layers}"
+            f" {row.gradient_error:8.1e}  {counted(row.became)}"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(REAL), choices=REAL)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--layers", type=int, default=4)
@@ -199,7 +174,6 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=500.0, help="time of each contender in each round")
     parser.add_argument("--device", type=device, default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="narrow models, to check this script")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
 
     rows = []

@@ -7,7 +7,6 @@ kernel is checked first, with its outputs full of NaN, against fp32 products of 
 in turns, after a second of load; times are medians of CUDA event times.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_layer import SHAPES, Shape, interleaved_medians, load_device
-from environment import save
+from bench_layer import SHAPES, Shape
+from environment import command_line, save
+from measuring import interleaved_medians, load_device, relative_error
 from moeblaze_ops.kernels.configs import ROW_BLOCK
 from moeblaze_ops.kernels.hopper.configs import num_partials
 from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
@@ -77,10 +77,6 @@ def random_weight(num_experts: int, parts: int, num_f: int, num_d: int, f_inner:
     if f_inner:
         return random(num_experts, num_d, parts, num_f, scale=0.03).permute(0, 2, 3, 1)
     return random(num_experts, parts, num_f, num_d, scale=0.03)
-
-
-def relative_error(values: Tensor, reference: Tensor) -> float:
-    return ((values.float() - reference.float()).norm() / reference.float().norm().clamp_min(1e-20)).item()
 
 
 def make_cases(shape: Shape, f_inner: bool, skew: float) -> tuple[dict[str, Case], Routing]:
@@ -224,12 +220,11 @@ def bench_shape(name: str, variant: str, kernels: list[str], skew: float) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", default="fine,wide,finest,mid,coarse")
     parser.add_argument("--kernels", default="up,down,dA,dX,dW1,dW2")
     parser.add_argument("--variants", default="d_inner", help=f"any of {','.join(VARIANTS)}")
     parser.add_argument("--skew", type=float, default=0.0, help="1 gives the busiest of 128 experts 10 to 13 times the mean")
-    parser.add_argument("--json")
     arguments = parser.parse_args()
     kernels = arguments.kernels.split(",")
     rows = []

@@ -8,9 +8,6 @@ activation or sum. kept: bytes allocated after forward beyond what was allocated
 peak: highest allocation over forward and backward beyond what was allocated before.
 """
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
-from environment import save
+from environment import command_line, save
+from measuring import interleaved_medians, load_device, memory, noting_failure, relative_error
 from moeblaze_ops import config
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -211,64 +207,10 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape, float], nn.Module
     return {name: known[name] for name in names}
 
 
-def event_time(run: Callable[[], None], iterations: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
-
-
-def interleaved_medians(runs: dict[str, Callable[[], None]], rounds: int, round_ms: float) -> dict[str, float]:
-    """Median time of each run, taken in turns so that drift of the device hits all alike; every second round goes backwards."""
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    iterations = {}
-    for name, run in runs.items():
-        once = statistics.median(event_time(run, 3))
-        iterations[name] = max(3, min(200, int(round_ms / once)))
-    for number in range(rounds):
-        turns = list(runs.items())
-        for name, run in turns[::-1] if number % 2 else turns:
-            samples[name] += event_time(run, iterations[name])
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def load_device(seconds: float = 1.0) -> None:
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    end = time.time() + seconds
-    while time.time() < end:
-        for _ in range(10):
-            a @ a
-        torch.cuda.synchronize()
-
-
-def memory(layer: nn.Module, x: Tensor, dout: Tensor) -> tuple[float, float]:
-    """(kept, peak) MiB of one training step."""
-    layer.zero_grad(set_to_none=True)
-    x.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = layer(x)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    out.backward(dout)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    return kept / MIB, peak / MIB
-
-
-def relative_error(layer: nn.Module, state: dict, x: Tensor, dout: Tensor, expected: list[Tensor]) -> float:
-    """Largest error of output and gradients against eager, each relative to its norm, if that is not 0."""
+def worst_error(layer: nn.Module, state: dict, x: Tensor, dout: Tensor, expected: list[Tensor]) -> float:
+    """Largest error of output and gradients against eager."""
     layer.load_state_dict({_own_name(layer, name): value for name, value in state.items()})
-    worst = 0.0
-    for got, want in zip(results(layer, x, dout), expected, strict=True):
-        norm = want.float().norm()  # 0 for the router of a layer whose tokens have one expert, with weight 1
-        difference = (got.float() - want.float()).norm() / torch.where(norm == 0, 1.0, norm)
-        worst = max(worst, float("inf") if difference.isnan() else float(difference))
-    return worst
+    return max(map(relative_error, results(layer, x, dout), expected))
 
 
 def _own_name(layer: nn.Module, name: str) -> str:
@@ -300,14 +242,12 @@ def bench_shape(name: str, names: list[str], rounds: int, round_ms: float, skew:
     for contender, make in contenders(names).items():
         row = Measurement(name, contender)
         rows.append(row)
-        try:
+        with noting_failure(row):
             layer = make(shape, skew)
-            error = relative_error(layer, state, x, dout, expected) if expected else None
+            error = worst_error(layer, state, x, dout, expected) if expected else None
             row.error = None if "dropout" in contender else error  # which draws other numbers than eager does
             row.kept_mib, row.peak_mib = memory(layer, x, dout)
             layers[contender] = layer
-        except Exception as failure:  # a contender that fails is a result, and the others still run
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
         torch.cuda.empty_cache()
     del expected, eager
     load_device()
@@ -350,7 +290,7 @@ def print_table(rows: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["fine", "finest", "wide", "mid", "coarse"], choices=SHAPES)
     parser.add_argument(
         "--contenders", nargs="+", default=["grouped_mm", "grouped_mm+compile", "moeblaze"], help="see contenders()"
@@ -360,7 +300,6 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)")
     parser.add_argument("--hopper", default="auto", choices=["auto", "off"], help="off: the portable kernels on Hopper too")
     parser.add_argument("--one-thread", action="store_true", help="backward on the thread that calls it, as forward is")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     config.hopper = arguments.hopper
     torch.autograd.set_multithreading_enabled(not arguments.one_thread)

@@ -11,7 +11,6 @@ compiled. frozen: the same without factors: what the layer costs at least. All i
 kept and peak: bytes allocated after forward, and at most, beyond what was allocated before.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 
 import moeblaze_ops
 import moeblaze_ops.compile
-from bench_layer import SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
-from environment import command, describe
+from bench_layer import SHAPES, GroupedMoE, Shape
+from environment import command, command_line, describe
+from measuring import interleaved_medians, load_device, memory, noting_failure, relative_error
 
 LORA_SHAPES = {"peft3577": Shape(T=4096, D=2048, F=768, E=128, K=8), "fine": SHAPES["fine"]}
 
@@ -100,8 +100,7 @@ def results(layer: nn.Module, module: nn.Module, x: Tensor, dout: Tensor) -> lis
 
 
 def error(got: list[Tensor], expected: list[Tensor]) -> float:
-    pairs = [(g, e) for g, e in zip(got, expected, strict=True) if g is not None]
-    return max(float((g.float() - e.float()).norm() / e.float().norm()) for g, e in pairs)
+    return max(relative_error(g, e) for g, e in zip(got, expected, strict=True) if g is not None)
 
 
 def bench(name: str, rank: int, names: list[str], rounds: int, round_ms: float) -> list[Measurement]:
@@ -115,7 +114,7 @@ def bench(name: str, rank: int, names: list[str], rounds: int, round_ms: float) 
         kind, backend = CONTENDERS[contender]
         row = Measurement(name, rank, contender)
         rows.append(row)
-        try:
+        with noting_failure(row):
             torch._dynamo.reset()
             module = kind(shape, rank)
             module.load_state_dict(state, assign=True)
@@ -127,8 +126,6 @@ def bench(name: str, rank: int, names: list[str], rounds: int, round_ms: float) 
             row.error = error(got, expected)
             row.kept_mib, row.peak_mib = memory(layer, x, dout)
             runs[contender] = step_of(layer, x, dout)
-        except Exception as failure:
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
         torch.cuda.empty_cache()
     load_device()
     for contender, ms in interleaved_medians(runs, rounds, round_ms).items():
@@ -146,13 +143,12 @@ def step_of(layer: nn.Module, x: Tensor, dout: Tensor) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["peft3577"], choices=LORA_SHAPES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[16])
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=200)
-    parser.add_argument("--json")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for name in arguments.shapes:

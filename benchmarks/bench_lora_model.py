@@ -15,7 +15,6 @@ weights: what the model stores, gradients of the adapters included. kept and pea
 beyond that. dequantised: the experts' weights of one block in bf16.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  (registers the backend where the package is not installed)
-from bench_layer import MIB, Shape, interleaved_medians, load_device
+from bench_layer import Shape
 from bench_lora import PeftMoE
-from environment import command, describe
+from environment import command, command_line, describe
+from measuring import MIB, interleaved_medians, load_device, noting_failure
 
 SHAPE = Shape(T=8192, D=2048, F=768, E=128, K=8)
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BATCH, BLOCK = 32, 4, 128, 4, 2, 64
@@ -127,7 +127,7 @@ def measured(name: str, rank: int, x: Tensor) -> tuple[Measurement, Callable[[],
     kind, backend = CONTENDERS[name]
     row = Measurement(name, rank)
     before = torch.cuda.memory_allocated()
-    try:
+    with noting_failure(row):
         blocks, learned = model_of(kind, backend, rank)
 
         def loss() -> Tensor:
@@ -158,19 +158,16 @@ def measured(name: str, rank: int, x: Tensor) -> tuple[Measurement, Callable[[],
         torch.cuda.synchronize()
         row.peak_mib = (torch.cuda.max_memory_allocated() - start) / MIB
         row.dequantised_mib = SHAPE.E * 3 * SHAPE.F * SHAPE.D * 2 / MIB
-    except Exception as failure:
-        row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
-        return row, None
-    return row, step
+        return row, step
+    return row, None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=600)
-    parser.add_argument("--json")
     arguments = parser.parse_args()
     x = torch.randn(BATCH, SHAPE.T // BATCH, SHAPE.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rows, runs = [], {}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops
-from environment import save
+from environment import command_line, save
 
 KEEPS = ("preactivation", "h8")
 D, HIDDEN, E, K, HEADS, LENGTH, BATCH = 64, 96, 8, 2, 4, 64, 4
@@ -87,10 +87,9 @@ def train(keep: str, seed: int, steps: int) -> Measurement:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for seed in range(arguments.seeds):

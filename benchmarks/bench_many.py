@@ -32,7 +32,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -42,11 +42,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from environment import command_line
+from measuring import became, event_time, join_ranks, memory, relative_error
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.distributed import shard_experts
 
-MIB = 2**20
 REFERENCE_TOLERANCE = 2e-2
 """Relative error between ways that round to bf16 in different places; both stand against the same fp32 sums."""
 
@@ -206,35 +207,8 @@ class Bench:
 
     def time(self, function: Callable) -> float:
         """Median milliseconds of one call."""
-        if self.arguments.device != "cuda":
-            start = time.perf_counter()
-            function()
-            return 1e3 * (time.perf_counter() - start)
         dist.barrier()
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.arguments.repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            function()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
-
-    def memory(self, model: nn.Module, run: Callable) -> tuple[float, float]:
-        """MiB kept after forward, and at the peak of a step."""
-        if self.arguments.device != "cuda":
-            return 0.0, 0.0
-        model.zero_grad()
-        self.x.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = run(self.x)
-        kept = torch.cuda.memory_allocated() - before - out.nbytes
-        out.backward(self.dout)
-        torch.cuda.synchronize()
-        return kept / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+        return statistics.median(event_time(function, self.arguments.repeats, self.arguments.device))
 
     def measure(self, name: str) -> dict[str, Tensor]:
         """Measure a side; returns the output and gradient of x to compare."""
@@ -243,11 +217,10 @@ class Bench:
         with switch.recording() as records:
             for _ in range(3):
                 out = self.step(model, run).clone()
-        reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
-        became = [candidate.became or candidate.reason for report in reports for candidate in report.candidates]
         results = {"output": out, "gradient of x": self.x.grad.clone(), "router": model.router.grad.clone()}
         compile_s = time.perf_counter() - start
-        kept, peak = (0.0, 0.0) if name.endswith("graphs") else self.memory(model, run)
+        has_memory = self.arguments.device == "cuda" and not name.endswith("graphs")
+        kept, peak = memory(run, self.x, self.dout) if has_memory else (0.0, 0.0)
         variants = self.arguments.free if name == "ours" else [0]
         as_run = captured if name.endswith("captured") else lambda function: function
         for free in variants:
@@ -257,7 +230,7 @@ class Bench:
             with torch.no_grad():
                 run(self.x)
                 forward = self.time(as_run(lambda: run(self.x)))
-            self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
+            self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became(records)})
         config.collective_multiprocessors = None
         if self.arguments.trace:
             self.trace(name, as_run(lambda: self.step(model, run)))
@@ -332,7 +305,7 @@ def compare(bench: Bench, name: str, results: dict[str, Tensor], reference: dict
     """Record the relative difference of two sides."""
     errors = {}
     for key, value in reference.items():
-        error = (results[key].float() - value.float()).norm() / value.float().norm().clamp(min=1e-30)
+        error = torch.tensor(relative_error(results[key], value), device=value.device)
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         errors[key] = round(error.item(), 5)
     bench.add({"ep": bench.ep, "T": bench.T, "skew": bench.skew, "compared": name, "errors": errors,
@@ -340,7 +313,7 @@ def compare(bench: Bench, name: str, results: dict[str, Tensor], reference: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ep", type=int, nargs="+", default=[2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--sides", nargs="+", default=["local", "ours", "nccl", "bound", "titan", "weights"])
@@ -353,12 +326,9 @@ def main() -> None:
     parser.add_argument("--skew", type=float, nargs="+", default=[1.0], help="rows of one rank over those of another")
     parser.add_argument("--shared", type=int, default=0, help="width of a shared expert, which every token goes through")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json")
     parser.add_argument("--trace", help="folder for timelines of a GPU")
     arguments = parser.parse_args()
-    if arguments.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    join_ranks(arguments.device)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     setting = {"device": device, "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
     setting["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")

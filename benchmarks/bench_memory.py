@@ -12,7 +12,6 @@ Times are taken in turns.
 by 256 MiB, and its time that of ``preactivation`` by 25%. ``--scaling`` is conf1 over 8 thousand to 8 million tokens.
 """
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ import torch
 from torch import nn
 
 import moeblaze_ops
-from bench_layer import MIB, SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
-from environment import save
+from bench_layer import SHAPES, GroupedMoE, Shape
+from environment import command_line, save
+from measuring import MIB, interleaved_medians, load_device, memory, noting_failure
 from moeblaze_ops import config
 from moeblaze_ops.memory.estimate import memory_estimate
 
@@ -110,10 +110,8 @@ def bench_shape(name: str, shape: Shape, contenders: list[str], limit_mib: int, 
         if keep_of(row.contender) == "limited":
             row.limit_mib = limit_mib
         estimate(row, shape)
-        try:
+        with noting_failure(row):
             steps[row.contender] = measured_step(row, shape, x, dout)
-        except Exception as failure:  # a contender that fails, out of memory say, is a result
-            row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
         torch.cuda.empty_cache()
     load_device()
     for contender, step_ms in interleaved_medians(steps, rounds, TURN_MS).items():
@@ -212,13 +210,12 @@ def plot(rows: list[Measurement], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="*", default=["fine", "finest", "wide", "mid", "coarse"], choices=SHAPES)
     parser.add_argument("--scaling", action="store_true", help="conf1 over the token counts instead of the shapes")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--limit", type=int, default=240, help="MiB beside the results that `limited` may allocate")
     parser.add_argument("--rounds", type=int, default=3, help="turns of timing")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     parser.add_argument("--plot", help="draw bytes against tokens to this file")
     arguments = parser.parse_args()
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  names the backend
-from bench_layer import Shape, interleaved_medians, load_device, memory
-from environment import save
+from bench_layer import Shape
+from environment import command_line, save
+from measuring import interleaved_medians, load_device, memory
 
 SHAPES = {
     "fine": Shape(T=16384, D=2048, F=768, E=8, K=8),
@@ -80,11 +81,10 @@ def measure(name: str, arguments: argparse.Namespace) -> list[Measurement]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--round-ms", type=float, default=150.0, help="time of each contender in each round")
-    parser.add_argument("--json")
     arguments = parser.parse_args()
     found: list[Measurement] = []
     for name in arguments.shapes:

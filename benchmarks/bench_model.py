@@ -26,11 +26,8 @@ the worst parameter. The file is written after every side.
 
 import argparse
 import gc
-import os
 import time
-import traceback
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -43,10 +40,10 @@ from transformers.distributed import DistributedConfig
 
 import moeblaze_ops
 from bench_fsdp import REAL, TINY, largest, shard
-from environment import device, save
+from environment import command_line, device, save
+from measuring import MIB, became, counted, event_time, join_ranks, noting_failure
 from moeblaze_ops import compile as switch
 
-MIB = 2**20
 WHOLE = {"num_hidden_layers": 48, "vocab_size": 151936}
 
 
@@ -213,21 +210,8 @@ class Side:
 
     def times(self) -> list[float]:
         """Milliseconds of each step."""
-        if self.arguments.device != "cuda":
-            marks = [time.perf_counter()]
-            for _ in range(self.arguments.steps):
-                self.step()
-                marks.append(time.perf_counter())
-            return [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
         dist.barrier()
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.arguments.steps + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.step()
-            event.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+        return event_time(self.step, self.arguments.steps, self.arguments.device)
 
 
 def tokens_of(rank: int, arguments: argparse.Namespace) -> Tensor:
@@ -248,8 +232,7 @@ def measure(row: Measurement, arguments: argparse.Namespace) -> Measurement:
     dist.all_reduce(losses)
     row.losses = [round(loss, 5) for loss in (losses / dist.get_world_size()).tolist()]
     row.first_steps_s = round(time.perf_counter() - start, 1)
-    reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
-    row.became = [layer.became or f"{layer.reason}: {layer.detail}" for report in reports for layer in report.candidates]
+    row.became = became(records)
     if arguments.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = side.times()
@@ -326,16 +309,15 @@ def print_row(row: Measurement) -> None:
         print(f"{head}: loss {row.losses} gradient error {row.gradient_error:.2e}", flush=True)
     else:
         of = f"derived from {row.derived_from}" if row.derived_from else f"kept {row.kept_mib} peak {row.peak_mib}"
-        layers = "; ".join(f"{row.became.count(kind)} x {kind}" for kind in dict.fromkeys(row.became))
         print(
             f"{head}: step {row.step_ms:9.2f} ms tokens/s {row.tokens_per_s:6} TFLOP/s {row.tflops:6} {of}"
-            f" weights {row.weights_mib} losses {row.losses[::4]} first steps {row.first_steps_s} s  {layers}",
+            f" weights {row.weights_mib} losses {row.losses[::4]} first steps {row.first_steps_s} s  {counted(row.became)}",
             flush=True,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--sides", nargs="+", default=["shard_experts", "moeblaze+compile", "all_to_all+compile"])
     parser.add_argument("--layers", type=int, nargs="+", default=[WHOLE["num_hidden_layers"]])
     parser.add_argument("--vocabulary", type=int, default=WHOLE["vocab_size"])
@@ -350,7 +332,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", type=device, default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to check this script")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     parser.add_argument("--trace", help="folder for where the time of a step goes")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -358,18 +339,13 @@ def main() -> None:
         arguments.layers = [min(12, layers) for layers in arguments.layers]
     arguments.forward_backward |= arguments.check
     moeblaze_ops.config.arrived_rows = arguments.arrived_rows
-    if arguments.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    join_ranks(arguments.device)
     rows: list[Measurement] = []
     for name in arguments.sides:
         for layers in arguments.layers:
-            row = Measurement(name, layers, arguments.batch, arguments.checkpointed)
-            try:
-                rows.append((check if arguments.check else measure)(row, arguments))
-            except Exception as failure:  # a side that fails is a result, and the others still run
-                traceback.print_exc()
-                rows.append(replace(row, failure=f"{type(failure).__name__}: {str(failure)[:500]}"))
+            rows.append(Measurement(name, layers, arguments.batch, arguments.checkpointed))
+            with noting_failure(rows[-1]):
+                (check if arguments.check else measure)(rows[-1], arguments)
             gc.collect()  # sharded models have cycles
             if arguments.device == "cuda":
                 torch.cuda.empty_cache()

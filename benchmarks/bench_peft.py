@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor, nn
 
 from bench_fsdp import REAL, TINY
-from bench_layer import interleaved_medians, load_device, memory
 from bench_lora import error, results, step_of
-from environment import device, save
+from environment import command_line, device, save
+from measuring import became, interleaved_medians, load_device, memory, noting_failure
 from moeblaze_ops import compile as switch
 
 CONTENDERS = {"peft": None, "peft+compile": "inductor", "peft+moeblaze": "moeblaze"}
@@ -78,7 +78,7 @@ def bench(arguments: argparse.Namespace) -> list[Measurement]:
     for contender, backend in CONTENDERS.items():
         row = Measurement(contender)
         rows.append(row)
-        try:
+        with noting_failure(row):
             torch._dynamo.reset()
             layer = adapted_block(arguments, dtype)
             if backend:
@@ -92,13 +92,11 @@ def bench(arguments: argparse.Namespace) -> list[Measurement]:
                     step()
             graphs = [record for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
             row.graphs = len(graphs) if backend == "moeblaze" else torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            row.became = "; ".join(entry.became or "" for record in graphs for entry in record.report.candidates)
+            row.became = "; ".join(became(records))
             if arguments.device == "cuda":
                 row.kept_mib, row.peak_mib = memory(layer, x, dout)
                 torch.cuda.empty_cache()
             runs[contender] = step
-        except Exception as failure:
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
         print(row, flush=True)
     if arguments.device == "cuda":
         load_device()
@@ -108,7 +106,7 @@ def bench(arguments: argparse.Namespace) -> list[Measurement]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200, help="steps after which graphs are counted")
@@ -116,7 +114,6 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=150)
     parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a block of 64 wide, in fp32")
-    parser.add_argument("--json", help="file to write")
     arguments = parser.parse_args()
     rows = bench(arguments)
     for row in rows:

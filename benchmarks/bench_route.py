@@ -7,7 +7,6 @@ times are medians over replays, taken in turns. Each contender's choices and wei
 to copy the logits, the least that reading them and writing as much can take.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from environment import save
+from environment import command_line, save
+from measuring import event_time, graph_of, load_device
 from moeblaze_ops.ops.route import route, route_backward
 
 
@@ -78,39 +78,15 @@ def torch_route(logits_TE: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     return weights_TK * shape.scale, experts_TK
 
 
-def graph_of(run: Callable[[], object], launches: int) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            run()
-    return graph
-
-
 def medians(runs: dict[str, Callable[[], object]], launches: int, replays: int) -> dict[str, float]:
     """Median microseconds of one call of each run."""
     graphs = {name: graph_of(run, launches) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(replays):
         for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / launches)
+            (ms,) = event_time(graph.replay, 1)
+            samples[name].append(ms * 1e3 / launches)
     return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def load_device() -> None:
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(400):
-        a @ a
-    torch.cuda.synchronize()
 
 
 def bench_shape(name: str, launches: int, replays: int) -> list[Measurement]:
@@ -168,11 +144,10 @@ def print_table(rows: list[Measurement]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--launches", type=int, default=20, help="calls in a graph")
     parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
 
     load_device()

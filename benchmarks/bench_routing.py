@@ -7,7 +7,6 @@ of forward and backward. The first contender of each question is what the others
 backend, but for ``bmm``.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
-from bench_layer import SHAPES, GroupedMoE, Shape, interleaved_medians, load_device
-from environment import save
+from bench_layer import SHAPES, GroupedMoE, Shape
+from environment import command_line, save
+from measuring import interleaved_medians, load_device, noting_failure, peak
 
 
 class Fp32Router(GroupedMoE):
@@ -204,16 +204,6 @@ class Measurement:
     failure: str | None = None
 
 
-def peak(step: Callable[[], None]) -> float:
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def kernels_of(step: Callable[[], None]) -> str:
     """A table of the kernels of one step, and of what the host waited for."""
     with torch.profiler.profile() as profile:
@@ -242,19 +232,18 @@ def measure(question: str, rounds: int, round_ms: float, profiles: str | None = 
     for name, make in contenders.items():
         row = Measurement(question, name)
         rows.append(row)
-        try:
+        with noting_failure(row):
             torch.manual_seed(1)
             layer = make(shape, 0.0)
             if hasattr(layer, "prepare"):
                 layer.prepare(x)
-            steps[name] = partial(step, layer)
-            row.peak_mib = peak(steps[name])
+            run = partial(step, layer)
+            run()
+            row.peak_mib = peak(run)
             if profiles:
                 with open(f"{profiles}/{question}_{name.replace(' ', '_')}.txt", "w") as file:
-                    file.write(kernels_of(steps[name]))
-        except Exception as failure:  # a contender that fails is a result, and the others still run
-            steps.pop(name, None)
-            row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
+                    file.write(kernels_of(run))
+            steps[name] = run
     load_device()
     times = interleaved_medians(steps, rounds, round_ms)
     first = times.get(rows[0].contender)
@@ -266,12 +255,11 @@ def measure(question: str, rounds: int, round_ms: float, profiles: str | None = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--questions", nargs="+", default=list(QUESTIONS), choices=QUESTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=300.0, help="time of each contender in each round")
     parser.add_argument("--profiles", help="write the kernels of a step of each contender into this folder")
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for question in arguments.questions:

@@ -10,7 +10,6 @@ with that of a layer of 18 N D F, which keeps its pre-activation and is measured
 x, output, both their gradients and the weights included. Fails if an error is above its tolerance.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moeblaze_ops
-from environment import command, describe, device
+from environment import command, command_line, describe, device
 from moeblaze_ops import config
 from moeblaze_ops.memory.token_chunks import token_ranges, tokens_per_chunk
 
@@ -225,7 +224,7 @@ def measure(sizes: Sizes, reference: Sizes, device: str, dtype: torch.dtype, sam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=2**21)
     parser.add_argument("--width", type=int, default=6144)
     parser.add_argument("--hidden", type=int, default=24576)
@@ -238,7 +237,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="tokens to check")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--json", help="write the measurement, device and versions to this file")
     arguments = parser.parse_args()
     if arguments.limit_mib is not None:
         config.max_layer_transient_bytes = arguments.limit_mib << 20

@@ -8,7 +8,6 @@ the host launches them. bytes: the weights of the experts that a batch chooses, 
 takes at 4.3 TB/s, and 15 us. error: of the first batch, relative to ``grouped_mm`` in eager mode.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  registers the backend where the package is not installed
-from bench_layer import MIB, SHAPES, GroupedMoE, contenders, event_time, load_device
-from environment import save
+from bench_layer import SHAPES, GroupedMoE, contenders
+from environment import command_line, save
+from measuring import MIB, event_time, graph_of, load_device, noting_failure, relative_error
 
 BATCHES = 8
 BYTES_PER_SECOND = 4.3e12
@@ -47,18 +47,6 @@ def touched_bytes(layer: GroupedMoE, batches: list[Tensor]) -> float:
     return statistics.mean(layer.route(x)[1].unique().numel() for x in batches) * expert_bytes
 
 
-def graph_of(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def bench_tokens(name: str, tokens: int, names: list[str], rounds: int) -> list[Measurement]:
     shape = replace(SHAPES[name], T=tokens)
     torch.manual_seed(0)
@@ -71,7 +59,7 @@ def bench_tokens(name: str, tokens: int, names: list[str], rounds: int) -> list[
     runs: dict[str, tuple[Callable[[], None], torch.cuda.CUDAGraph]] = {}
     for contender, make in contenders(names).items():
         rows.append(Measurement(name, tokens, contender, size / MIB, limit_ms))
-        try:
+        with noting_failure(rows[-1]):
             layer = make(shape, 0.0)
             own: nn.Module = getattr(layer, "_orig_mod", layer)
             own.load_state_dict(eager.state_dict())
@@ -80,12 +68,8 @@ def bench_tokens(name: str, tokens: int, names: list[str], rounds: int) -> list[
                 for x in batches:
                     layer(x)
 
-            for _ in range(3):
-                run()
-            rows[-1].error = float((layer(batches[0]).float() - expected.float()).norm() / expected.float().norm())
+            rows[-1].error = relative_error(layer(batches[0]), expected)
             runs[contender] = run, graph_of(run)
-        except Exception as failure:  # a contender that fails is a result, and the others still run
-            rows[-1].failure = f"{type(failure).__name__}: {str(failure)[:300]}"
     times: dict[str, tuple[list[float], list[float]]] = {contender: ([], []) for contender in runs}
     for _ in range(rounds):
         for contender, (run, graph) in runs.items():
@@ -98,14 +82,13 @@ def bench_tokens(name: str, tokens: int, names: list[str], rounds: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shape", default="fine", choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 2048])
     parser.add_argument(
         "--contenders", nargs="+", default=["grouped_mm+compile", "moeblaze", "moeblaze-eager"], help="see bench_layer.py"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     load_device()
     rows: list[Measurement] = []

@@ -24,6 +24,13 @@ def describe() -> dict[str, str]:
     }
 
 
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """What takes a script's arguments, of which ``--json`` is one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write measurements, device and versions to this file")
+    return parser
+
+
 def device(name: str) -> str:
     """The argument ``--device``: a GPU has to be there."""
     if name == "cuda" and not torch.cuda.is_available():

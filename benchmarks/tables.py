@@ -8,6 +8,7 @@ A test holds the pages to what this prints.
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -21,15 +22,24 @@ SHAPES = {
 """T tokens, D model width, F expert width, E experts, K experts a token, as in ``bench_layer.py``."""
 
 
+def read(file: str) -> Any:
+    return json.loads((RESULTS / file).read_text())
+
+
 def measured(file: str) -> dict[tuple[str, str], dict]:
     """The measurements of one file, by shape (or model) and contender."""
-    rows = json.loads((RESULTS / file).read_text())["measurements"]
+    rows = read(file)["measurements"]
     return {(row.get("shape", row.get("model")), row["contender"]): row for row in rows}
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cells(row: dict, *forms: str) -> list[str]:
+    """Numbers of a measurement by their names, as "{step_ms:.2f} ms"."""
+    return [form.format_map(row) for form in forms]
 
 
 def short_table() -> str:
@@ -39,16 +49,11 @@ def short_table() -> str:
     lines = []
     for name, sizes in SHAPES.items():
         theirs, ours = rows[name, "grouped_mm+compile"], rows[name, "moeblaze"]
-        lines.append(
-            [
-                ", ".join(map(str, sizes)),
-                f"{theirs['step_ms']:.1f} ms",
-                f"{ours['step_ms']:.1f} ms",
-                f"{theirs['step_ms'] / ours['step_ms']:.2f}x",
-                f"{theirs['kept_mib']:.0f} ({theirs['peak_mib']:.0f}) MiB",
-                f"{ours['kept_mib']:.0f} ({ours['peak_mib']:.0f}) MiB",
-            ]
+        (their_time, their_memory), (our_time, our_memory) = (
+            cells(row, "{step_ms:.1f} ms", "{kept_mib:.0f} ({peak_mib:.0f}) MiB") for row in (theirs, ours)
         )
+        faster = f"{theirs['step_ms'] / ours['step_ms']:.2f}x"
+        lines.append([", ".join(map(str, sizes)), their_time, our_time, faster, their_memory, our_memory])
     return markdown(header, lines)
 
 
@@ -72,15 +77,8 @@ def configuration_table() -> str:
     lines = []
     for number in range(1, 8):
         ours, bound = rows[f"conf{number}", "moeblaze"], rows[f"conf{number}", "bound"]
-        lines.append(
-            [
-                str(number),
-                f"{ours['step_ms']:.2f} ms",
-                f"{bound['step_ms'] / ours['step_ms']:.2f}",
-                f"{ours['kept_mib']:.0f} MiB",
-                f"{ours['peak_mib']:.0f} MiB",
-            ]
-        )
+        step, *memory = cells(ours, "{step_ms:.2f} ms", "{kept_mib:.0f} MiB", "{peak_mib:.0f} MiB")
+        lines.append([str(number), step, f"{bound['step_ms'] / ours['step_ms']:.2f}", *memory])
     return markdown(["configuration", "step", "bound / time", "kept", "peak"], lines)
 
 
@@ -90,16 +88,9 @@ def dial_table() -> str:
     lines = []
     for name in SHAPES:
         base, dropped, limited = (rows[name, f"{way}+compile"] for way in ("preactivation", "input", "limited"))
-        lines.append(
-            [
-                name,
-                f"{base['kept_mib']:.0f} MiB",
-                f"{dropped['kept_mib']:.0f} MiB",
-                f"+{dropped['step_ms'] / base['step_ms'] - 1:.0%}",
-                f"+{limited['step_ms'] / base['step_ms'] - 1:.0%}",
-                f"{limited['beyond_results_mib']:.0f} MiB",
-            ]
-        )
+        kept = [f"{row['kept_mib']:.0f} MiB" for row in (base, dropped)]
+        times = [f"+{row['step_ms'] / base['step_ms'] - 1:.0%}" for row in (dropped, limited)]
+        lines.append([name, *kept, *times, f"{limited['beyond_results_mib']:.0f} MiB"])
     header = ["shape", "kept", 'kept, keep="input"', "its time", "its time within 240 MiB", "allocated beyond results"]
     return markdown(header, lines)
 
@@ -110,16 +101,9 @@ def models_table() -> str:
     lines = []
     for model, label in (("qwen3_moe", "Qwen3-MoE"), ("mixtral", "Mixtral")):
         theirs, ours = rows[model, "compile"], rows[model, "compile+moeblaze"]
-        lines.append(
-            [
-                label,
-                f"{theirs['step_ms']:.1f} ms",
-                f"{ours['step_ms']:.1f} ms",
-                f"{theirs['step_ms'] / ours['step_ms']:.2f}x",
-                f"{theirs['moe_kept_mib']:.0f} MiB",
-                f"{ours['moe_kept_mib']:.0f} MiB",
-            ]
-        )
+        times = [f"{row['step_ms']:.1f} ms" for row in (theirs, ours)]
+        kept = [f"{row['moe_kept_mib']:.0f} MiB" for row in (theirs, ours)]
+        lines.append([label, *times, f"{theirs['step_ms'] / ours['step_ms']:.2f}x", *kept])
     return markdown(["model", "compile", "compile + moeblaze", "faster", "kept by a MoE block", "with moeblaze"], lines)
 
 
@@ -127,34 +111,26 @@ def tokens_table() -> str:
     """The layer of MoEBlaze's scaling table (D 512, F 2048, 4 experts, top-1) over tokens."""
     graphs, plain = measured("conf1_graphs_h200.json"), measured("conf1_h200.json")
     lines = []
-    for tokens, shape in (
-        (8192, "conf1_8k"),
-        (32768, "conf1_32k"),
-        (131072, "conf1_128k"),
-        (524288, "conf1_512k"),
-        (2097152, "conf1_2m"),
-    ):
+    shapes = {8192: "conf1_8k", 32768: "conf1_32k", 131072: "conf1_128k", 524288: "conf1_512k", 2097152: "conf1_2m"}
+    for tokens, shape in shapes.items():
         row = graphs.get((shape, "moeblaze-graphs")) or plain[shape, "moeblaze"]
         mode = "with CUDA graphs" if row["contender"].endswith("graphs") else ""
-        lines.append(
-            [f"{tokens} {mode}".strip(), f"{row['step_ms']:.2f} ms", f"{row['kept_mib']:.0f} MiB", f"{row['peak_mib']:.0f} MiB"]
-        )
+        numbers = cells(row, "{step_ms:.2f} ms", "{kept_mib:.0f} MiB", "{peak_mib:.0f} MiB")
+        lines.append([f"{tokens} {mode}".strip(), *numbers])
     return markdown(["tokens", "step", "kept", "peak"], lines)
 
 
 def adapters_table() -> str:
     """A layer whose frozen experts have adapters of rank 16: a step, and memory beside the weights."""
-    rows = {row["contender"]: row for row in json.loads((RESULTS / "lora_h200.json").read_text())["rows"]}
+    rows = {row["contender"]: row for row in read("lora_h200.json")["rows"]}
     labels = {
         "peft+grouped_mm": "sums of weights as PEFT makes them, grouped_mm + compile",
         "rewritten": "the same, rewritten",
         "op": "`moe(..., lora_up=, lora_down=)`",
         "frozen": "without adapters",
     }
-    lines = [
-        [label, f"{rows[way]['ms']:.2f} ms", f"{rows[way]['kept_mib']:.0f} MiB", f"{rows[way]['peak_mib']:.0f} MiB"]
-        for way, label in labels.items()
-    ]
+    forms = "{ms:.2f} ms", "{kept_mib:.0f} MiB", "{peak_mib:.0f} MiB"
+    lines = [[label, *cells(rows[way], *forms)] for way, label in labels.items()]
     return markdown(["layer", "step", "kept", "peak"], lines)
 
 
@@ -162,7 +138,7 @@ def activations_table() -> str:
     """A step with each activation, over that of SwiGLU (of SiLU where there is no gate), at three shapes."""
     wide_coarse = "activations_wide_coarse_h200.json"
     shapes = {"fine": "activations_fine_h200.json", "coarse": wide_coarse, "wide": wide_coarse}
-    rows_of = {shape: json.loads((RESULTS / file).read_text())["rows"] for shape, file in shapes.items()}
+    rows_of = {shape: read(file)["rows"] for shape, file in shapes.items()}
     rows = [row for shape in shapes for row in rows_of[shape] if row["shape"] == shape]
     ratios = {(row["shape"], row["activation"]): f"{row['ratio']:.2f}" for row in rows}
     names = [name for _, name in sorted((row["ratio"], row["activation"]) for row in rows if row["shape"] == "fine")]
@@ -193,7 +169,7 @@ def routing_table() -> str:
     many_slots = "routing_many_slots_h200.json"
     files = {"fine": "routing_h200.json", "shaped": many_slots, "sparse_256": many_slots}
     sizes = {"fine": SHAPES["fine"], "shaped": (32768, 2048, 768, 32, 4), "sparse_256": (16384, 4096, 1024, 256, 8)}
-    rows_of = {question: json.loads((RESULTS / file).read_text())["measurements"] for question, file in files.items()}
+    rows_of = {question: read(file)["measurements"] for question, file in files.items()}
     lines = []
     for row in (row for question in files for row in rows_of[question] if row["question"] == question):
         step = f"{row['step_ms']:.2f} ms", f"{row['ratio']:.2f}", f"{row['peak_mib']:.0f} MiB"
@@ -209,21 +185,14 @@ def fsdp_table() -> str:
         "ep2": "moeblaze, FSDP2, experts over the two GPUs",
         "grouped": "grouped_mm + compile, FSDP2",
     }
+    forms = "{gradients_ms:.1f} ms", "{step_ms:.1f} ms", "{rate:.0f}k", "{peak_mib} MiB"
     lines = []
     for file in ("fsdp_2gpus_8k_h200.json", "fsdp_2gpus_h200.json"):
-        rows = json.loads((RESULTS / file).read_text())["measurements"]
+        rows = read(file)["measurements"]
         first = {row["side"]: row for row in reversed(rows)}
-        lines += [
-            [
-                f"{row['tokens']}: {label}",
-                f"{row['gradients_ms']:.1f} ms",
-                f"{row['step_ms']:.1f} ms",
-                f"{row['tokens_per_s'] / 1000:.0f}k",
-                f"{row['peak_mib']} MiB",
-            ]
-            for label, row in ((label, first.get(side)) for side, label in labels.items())
-            if row
-        ]
+        for row in (first[side] for side in labels if side in first):
+            numbers = cells({**row, "rate": row["tokens_per_s"] / 1000}, *forms)
+            lines.append([f"{row['tokens']}: {labels[row['side']]}", *numbers])
     return markdown(["tokens a GPU", "forward and backward", "with AdamW", "tokens/s a GPU", "peak"], lines)
 
 
@@ -232,7 +201,7 @@ def experts_over_four_table() -> str:
     labels = {"local": "no communication", "ours": "copy engines", "captured": "copies, in a CUDA graph", "nccl": "NCCL"}
     labels["titan"] = "torchtitan's flow"
     files = ("many_ep4_by_rank_h100.json", "many_ep4_h100.json")
-    rows = [row for file in files for row in json.loads((RESULTS / file).read_text()) if "tflops" in row]
+    rows = [row for file in files for row in read(file) if "tflops" in row]
     found = {(row["T"], row["side"]): f"{row['tflops']:.0f}" for row in reversed(rows)}
     lines = [[str(T), *(found[T, side] for side in labels)] for T in (8192, 32768)]
     return markdown(["tokens a GPU", *labels.values()], lines)
@@ -244,11 +213,8 @@ NVLINK, NIC = 360e9, 50e9
 
 def hosts_table() -> str:
     """Predicted: Qwen3's layer with 512 experts, 8192 tokens a GPU, on hosts of 8 GPUs; nothing is hidden behind products."""
-    local = min(
-        row["step_ms"]
-        for row in json.loads((RESULTS / "many_ep4_h100.json").read_text())
-        if (row.get("T"), row.get("side")) == (8192, "local")
-    )
+    rows = read("many_ep4_h100.json")
+    local = min(row["step_ms"] for row in rows if (row.get("T"), row.get("side")) == (8192, "local"))
     tokens, width, experts, top_k, per_host, legs = 8192, 2048, 512, 8, 8, 5
     row = 2 * width * tokens
     lines = []
@@ -274,7 +240,7 @@ def hosts_table() -> str:
 
 def skew_table() -> str:
     """The same at 32768 tokens where one rank gets several times the rows of another: the slowest time, the highest peak."""
-    rows = json.loads((RESULTS / "many_ep4_skew_h200.json").read_text())
+    rows = read("many_ep4_skew_h200.json")
     found = {(row["skew"], row["side"]): row for row in rows if "step_ms" in row}
     lines = []
     for skew in dict.fromkeys(skew for skew, _ in found):
@@ -288,25 +254,19 @@ def skew_table() -> str:
 def whole_model_table() -> str:
     """Qwen3-30B-A3B, all 48 layers, on four GPUs: a step with AdamW."""
     files = ("model_4gpus_h100.json", "model_4gpus_transformers_h100.json")
-    rows = [row for file in files for row in json.loads((RESULTS / file).read_text())["measurements"]]
-    lines = [
-        [
-            row["side"].replace("+", " + "),
-            str(row["checkpointed"]),
-            f"{row['step_ms']:.0f} ms",
-            f"{row['tokens_per_s'] / 1000:.1f}k",
-            f"{row['tflops']:.0f}",
-            f"{row['peak_mib']} MiB",
-        ]
-        for row in rows
-    ]
+    rows = [row for file in files for row in read(file)["measurements"]]
+    forms = "{checkpointed}", "{step_ms:.0f} ms", "{rate:.1f}k", "{tflops:.0f}", "{peak_mib} MiB"
+    lines = []
+    for row in rows:
+        numbers = cells({**row, "rate": row["tokens_per_s"] / 1000}, *forms)
+        lines.append([row["side"].replace("+", " + "), *numbers])
     return markdown(["", "layers checkpointed", "step", "tokens/s a GPU", "TFLOP/s a GPU", "peak"], lines)
 
 
 def four_layers_table() -> str:
     """Four layers of it on two GPUs, forward and backward, whole and without attention: time, and peak beyond the weights."""
     files = ("model_2gpus_h200.json", "model_2gpus_experts_h200.json")
-    whole, experts = ({row["side"]: row for row in json.loads((RESULTS / file).read_text())["measurements"]} for file in files)
+    whole, experts = ({row["side"]: row for row in read(file)["measurements"]} for file in files)
     lines = []
     for side in sorted(whole, key=lambda side: whole[side]["step_ms"]):
         cells = []
@@ -318,7 +278,7 @@ def four_layers_table() -> str:
 
 def few_tokens_table() -> str:
     """A layer of few tokens without gradients: microseconds on the device, and how fast the weights are read."""
-    rows = json.loads((RESULTS / "small_h100.json").read_text())["measurements"]
+    rows = read("small_h100.json")["measurements"]
     found = {(row["tokens"], row["contender"]): row for row in rows}
     lines = []
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
@@ -344,9 +304,7 @@ def one_thread_table() -> str:
 
 def compile_table() -> str:
     """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
-    rows = {
-        (row["style"], row["contender"]): row for row in json.loads((RESULTS / "compile_cpu.json").read_text())["measurements"]
-    }
+    rows = {(row["style"], row["contender"]): row for row in read("compile_cpu.json")["measurements"]}
     lines = []
     for style, label in (("dense", "all experts on all tokens"), ("grouped_mm", "grouped_mm"), ("loop", "loop over hit experts")):
         plain, ours = rows[style, "plain"], rows[style, "rewritten"]
@@ -358,7 +316,7 @@ def compile_table() -> str:
 
 def demo_table() -> str:
     """The example's steps, and what it keeps for backward, parameters not counted."""
-    results = json.loads((RESULTS / "demo_cpu.json").read_text())["results"]
+    results = read("demo_cpu.json")["results"]
     lines = [
         [result["label"], f"{1e3 * result['step_seconds']:.0f} ms", f"{result['kept_bytes'] / 2**20:.1f} MiB"]
         for result in results
@@ -397,7 +355,7 @@ def families_table() -> str:
 
 
 def surveyed() -> dict[str, dict]:
-    return json.loads((RESULTS / "models.json").read_text())["families"]
+    return read("models.json")["families"]
 
 
 def _of(found: dict | None) -> str:
@@ -409,7 +367,7 @@ def _of(found: dict | None) -> str:
 
 def families_sentence() -> str:
     """What the table of families comes to."""
-    data = json.loads((RESULTS / "models.json").read_text())
+    data = read("models.json")
     found = [family[way] for family in data["families"].values() for way in ("grouped_mm", "eager") if way in family]
     rewritten, layers = sum(way["rewritten"] for way in found), sum(way["layers"] for way in found)
     versions = f"transformers {data['transformers']}, torch {data['torch']}"

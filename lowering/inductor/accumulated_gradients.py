@@ -15,11 +15,10 @@ import operator
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.inductor.graph_writer import CAST
 from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.accumulation import is_in_use
 from moeblaze_ops.ops.weight_grad import expert_weight_grad_or_add
-
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 def accumulate_in_place(node: fx.Node) -> bool:
@@ -74,7 +73,7 @@ def _result(part: fx.Node, output: fx.Node) -> fx.Node | None:
         if len(part.users) != 1:
             return None
         (part,) = part.users
-        if part.target == _CAST and part.args[1] == torch.float32:
+        if part.target == CAST and part.args[1] == torch.float32:
             continue
         if not (isinstance(part.target, torch._ops.OpOverload) and part.target.is_view) or len(part.all_input_nodes) != 1:
             return None

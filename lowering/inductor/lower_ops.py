@@ -48,15 +48,15 @@ def register_lowerings() -> None:
     inductor.keep_order_of_talk(talk)
     inductor.register_lowering(met, _lower_met)
     inductor.register_lowering(apart, lambda x, number: x)
-    inductor.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
-    inductor.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
-    inductor.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
+    inductor.register_visit(torch.ops.aten.add.Tensor, add_router_gradient, joint=False)
+    inductor.register_visit(torch.ops.aten.mm.default, replace_router_product, joint=False)
+    inductor.register_visit(torch.ops.aten.mm.default, narrow_router_product)
     for product in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.aten.addmm.default):
         inductor.register_visit(product, replace_by_invariant_product, joint=False)
     inductor.register_visit(torch.ops.aten.cat.default, join_columns)
     inductor.register_visit(expert_weight_grad, accumulate_in_place, joint=False)
-    inductor.register_lowering(expert_weight_grad_or_add, inductor.results_may_be_none(expert_weight_grad_or_add))
-    inductor.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
+    inductor.register_lowering(expert_weight_grad_or_add, inductor.fallback(expert_weight_grad_or_add, gives_none=True))
+    inductor.register_visit(torch.ops.aten.add.Tensor, join_router_gradients)
     inductor.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
         inductor.register_visit(reduction, count_one_hot)
@@ -77,7 +77,7 @@ def register_lowerings() -> None:
 def _lower_met(x: Any, shard: Any, group: str, layer: str, question: Any = None) -> Any:
     """The hosts meet, and x is read as it is. A CUDA graph has no hosts in it."""
     if not inductor.makes_cuda_graphs():
-        inductor.for_its_effect(meet)(shard, group, layer, question)
+        inductor.call_for_its_effect(meet, shard, group, layer, question)
     return x
 
 

@@ -12,7 +12,6 @@ what leaves checkpointed code in which weights have come is: layers behind it fi
 """
 
 import operator
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -68,7 +67,7 @@ def _pin_routing(node: fx.Node) -> None:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     chosen = [given[name] for name in _OPERANDS if isinstance(given.get(name), fx.Node)]
-    for kept in dict.fromkeys((*chosen, *_deciding(chosen), *([node] if node.target in _ROUTERS else []))):
+    for kept in dict.fromkeys((*graphs.made_of(chosen, _decides), *([node] if node.target in _ROUTERS else []))):
         graphs.keep_for_backward(kept)
         for item in kept.users:
             if _gives(kept, item):
@@ -98,11 +97,7 @@ def _pin_behind_weights(graph: fx.Graph, returned: list[fx.Node]) -> None:
             of_weights.add(node)
     if not of_weights:
         return
-    forward, left = set(returned), list(returned)
-    while left:
-        sources = [source for source in left.pop().all_input_nodes if source not in forward]
-        forward.update(sources)
-        left += sources
+    forward = set(graphs.made_of(returned, lambda node, source: True))
     for node in of_weights:
         if any(reader in forward and not graphs.is_marked(reader) for reader in node.users):
             graphs.keep_for_backward(node)
@@ -113,26 +108,15 @@ def _goes_on(rows: fx.Node) -> bool:
     return rows.target is torch.ops.aten.slice.Tensor and any(user.target in _GOES_BACK for user in rows.users)
 
 
-def _deciding(values: list[fx.Node]) -> Iterator[fx.Node]:
-    """Integers and truth values that ``values`` come from, and what chose them: ``topk`` or ``sort``, whose ids these are.
+def _decides(node: fx.Node, source: fx.Node) -> bool:
+    """True if a node comes from integers or truth values, or is what chose them: ``topk`` or ``sort``, whose ids these are.
 
         ids = probabilities.topk(K).indices.to(torch.int32)     # the cast, the item and topk
         weights = ids * 0.5 + noise                             # the ids, not the noise
     """
-    seen, left = set(values), list(values)
-    while left:
-        node = left.pop()
-        for source in node.all_input_nodes:
-            if source in seen or not (_is_discrete(source) or _gives(source, node)):
-                continue
-            seen.add(source)
-            left.append(source)
-            yield source
-
-
-def _is_discrete(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value.is_floating_point() and node.op == "call_function"
+    value = source.meta.get("val")
+    is_discrete = isinstance(value, Tensor) and not value.is_floating_point() and source.op == "call_function"
+    return is_discrete or _gives(source, node)
 
 
 def _gives(source: fx.Node, item: fx.Node) -> bool:

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config
-from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.lowering.inductor.graph_writer import VIEWS, is_like
+from moeblaze_ops.lowering.torch_internals.graphs import made_of
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _REPEATING = (torch.ops.aten.clone.default, torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default)
 _ROUTER = slice(8, 10)
 """Where ``expert_up_backward`` takes the factors of the product."""
@@ -40,7 +40,7 @@ def add_router_gradient(total: fx.Node) -> bool:
         dx, mm = _without_views(experts), _without_views(product)
         if dx is None or mm is None or not _fits(total, dx, mm):
             continue
-        if not _same_shape(experts, total):
+        if not is_like(experts, total):
             continue  # the product is broadcast against it
         if dx.args[0].target in _IN_PARTS:
             if config.batch_invariant:
@@ -57,7 +57,7 @@ def add_router_gradient(total: fx.Node) -> bool:
 def _without_views(node) -> fx.Node | None:
     """What ``node`` is a view of, or None if anyone else reads either."""
     while isinstance(node, fx.Node) and len(node.users) == 1:
-        if node.target not in _VIEWS:
+        if node.target not in VIEWS:
             return node
         node = node.args[0]
     return None
@@ -74,7 +74,7 @@ def _fits(total: fx.Node, dx: fx.Node, mm: fx.Node) -> bool:
         values[0].is_cuda
         and values[0].dtype in (torch.bfloat16, torch.float16)
         and len({value.dtype for value in (*values, total.meta["val"])}) == 1
-        and _same_shape(dx, mm)
+        and is_like(dx, mm)
         and isinstance(num_experts, int)
         and num_experts <= _LARGEST_ROUTER
     )
@@ -90,25 +90,17 @@ def _takes_product(backward: fx.Node) -> bool:
     return is_free and "eager_input_vals" in backward.meta
 
 
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    """Without a guard: it is too late for one."""
-    sizes, others = a.meta["val"].shape, b.meta["val"].shape
-    return len(sizes) == len(others) and all(same_size(size_of(m), size_of(n)) for m, n in zip(sizes, others, strict=True))
-
-
 def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.Node] | None:
     """What the product needs that stands behind ``backward``, in order; None if something is written to in between."""
     nodes = list(backward.graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     if any(node.is_impure() for node in nodes[order[backward] : order[total]]):
         return None
-    later, pending = set(), list(mm.args)
-    while pending:
-        node = pending.pop()
-        if order[node] > order[backward] and node not in later:
-            later.add(node)
-            pending += node.all_input_nodes
-    return sorted(later, key=order.get)
+
+    def is_later(node: fx.Node, *_: fx.Node) -> bool:
+        return order[node] > order[backward]
+
+    return sorted(filter(is_later, made_of(mm.args, is_later)), key=order.get)
 
 
 def _factors(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -127,7 +119,7 @@ def _repeated(node: fx.Node) -> fx.Node | None:
         parts = set(node.all_input_nodes)
         return parts.pop() if len(parts) == 1 else None
     chain = []
-    for targets in (_VIEWS, *((op,) for op in _REPEATING)):
+    for targets in (VIEWS, *((op,) for op in _REPEATING)):
         if node.target not in targets or not node.all_input_nodes:
             return None
         chain.append(node)

@@ -9,19 +9,17 @@ written to.
 """
 
 import functools
+import math
 import operator
 
 import torch
 from torch import fx
 
 from moeblaze_ops.arguments.validation import MAX_EXPERTS
-from moeblaze_ops.lowering.graph.sizes import same_size, size_of
-from moeblaze_ops.lowering.inductor.graph_writer import Writer
+from moeblaze_ops.lowering.inductor.graph_writer import CAST, VIEWS, Writer, is_like
 
 aten = torch.ops.aten
 _ops = torch.ops.moeblaze
-_CAST = torch.ops.prims.convert_element_type.default
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _ADDED = 4
 """Where ``router_sums_backward`` takes what is added."""
 
@@ -36,7 +34,7 @@ def join_router_gradients(add: fx.Node) -> bool:
     for side in add.args:
         if isinstance(side, fx.Node) and side.target == aten.add.Tensor and len(side.users) == 1:
             join_router_gradients(side)
-    if not all(isinstance(side, fx.Node) and _is_like(side, add) for side in add.args):
+    if not all(isinstance(side, fx.Node) and _is_matrix_like(side, add) for side in add.args):
         return False
     for node, other in (add.args, add.args[::-1]):
         if node is other or node.target != _ops.router_sums_backward.default or len(node.users) > 1 or node.kwargs:
@@ -46,16 +44,14 @@ def join_router_gradients(add: fx.Node) -> bool:
         if joined is None and args[_ADDED] is None:
             joined = (*args[:_ADDED], other)
         if joined is not None:
-            add.replace_all_uses_with(_call(add, _ops.router_sums_backward.default, *joined))
+            add.replace_all_uses_with(Writer(add).op(_ops.router_sums_backward.default, *joined))
             return True
     return False
 
 
-def _is_like(node: fx.Node, add: fx.Node) -> bool:
+def _is_matrix_like(node: fx.Node, add: fx.Node) -> bool:
     value, total = node.meta["val"], add.meta["val"]
-    if not isinstance(value, torch.Tensor) or value.dtype != total.dtype or value.dim() != 2 or total.dim() != 2:
-        return False
-    return all(map(same_size, map(size_of, value.shape), map(size_of, total.shape)))
+    return isinstance(value, torch.Tensor) and value.dtype == total.dtype and value.dim() == 2 and is_like(node, add)
 
 
 def _padded(node: fx.Node) -> tuple:
@@ -78,13 +74,6 @@ def _both(args: tuple, others: tuple) -> tuple | None:
     return dsums, dsquares, *args[2:_ADDED], added
 
 
-def _call(before: fx.Node, target: torch._ops.OpOverload, *args) -> fx.Node:
-    """A call of one of our ops, with the strides that it asks Inductor for."""
-    node = Writer(before)(target, *args)
-    node.meta["eager_input_vals"] = fx.map_arg(args, lambda argument: argument.meta["val"]), {}
-    return node
-
-
 def count_by_dispatch(counts: fx.Node) -> None:
     """Let the users of ``expert_counts`` read what ``dispatch`` counts, if it takes the same ids and experts."""
     ids, num_experts = counts.args
@@ -96,9 +85,7 @@ def count_by_dispatch(counts: fx.Node) -> None:
         write = Writer(counts)
         offsets = write(operator.getitem, dispatch, 1)
         ends = write(aten.slice.Tensor, offsets, 0, 1, num_experts + 1)
-        result = write(aten.sub.Tensor, ends, write(aten.slice.Tensor, offsets, 0, 0, num_experts))
-        counts.replace_all_uses_with(result)
-        counts.graph.erase_node(counts)
+        write.instead(write(aten.sub.Tensor, ends, write(aten.slice.Tensor, offsets, 0, 0, num_experts)))
         return
 
 
@@ -116,7 +103,7 @@ def _same_numbers(source: fx.Node) -> list[fx.Node]:
 
 def _unwidened(node: fx.Node) -> fx.Node:
     """Ids as they were before they were cast to a type that has all of them."""
-    while node.target == _CAST and isinstance(node.args[0], fx.Node):
+    while node.target == CAST and isinstance(node.args[0], fx.Node):
         given, cast = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         if (given, cast) != (torch.int32, torch.int64) and given != cast:
             return node
@@ -140,9 +127,7 @@ def count_one_hot(reduced: fx.Node) -> None:
     kept = shape[len(axes) :]
     if not all(isinstance(size, int) for size in kept):
         return
-    num_kept = 1
-    for size in kept:
-        num_kept *= size
+    num_kept = math.prod(kept)
     if num_kept * num_experts > MAX_EXPERTS or not num_kept:
         return
     write = Writer(reduced)
@@ -154,13 +139,11 @@ def count_one_hot(reduced: fx.Node) -> None:
         used = write(aten.logical_and.default, write(aten.ge.Scalar, bins, 0), write(aten.lt.Scalar, bins, num_experts))
         none = write(aten.full.default, [], -1, dtype=torch.int64, device=value.device)
         bins = write(aten.where.self, used, write(aten.add.Tensor, bins, first_bins), none)
-    counts = _call(reduced, _ops.expert_counts.default, bins, num_kept * num_experts)
-    result = write(_CAST, counts, value.dtype)
+    counts = write.op(_ops.expert_counts.default, bins, num_kept * num_experts)
+    result = write(CAST, counts, value.dtype)
     if reduced.target == aten.mean.dim:
         result = write(aten.div.Tensor, result, functools.reduce(write.product, (_size(write, ids, axis) for axis in axes)))
-    result = write(aten.reshape.default, result, [*kept, num_experts])
-    reduced.replace_all_uses_with(result)
-    reduced.graph.erase_node(reduced)
+    write.instead(write(aten.reshape.default, result, [*kept, num_experts]))
     count_by_dispatch(counts)
 
 
@@ -172,7 +155,7 @@ def _size(write: Writer, node: fx.Node, axis: int):
 def _one_hot(node: fx.Node) -> tuple[fx.Node | None, int]:
     """The ids and the experts of ``[id = expert]`` as numbers, with the experts in the last axis."""
     is_number = False
-    while node.target == _CAST:
+    while node.target == CAST:
         is_number |= not node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.itemsize >= 4
         node = node.args[0]
     if not is_number or node.target != aten.eq.Tensor:
@@ -197,7 +180,7 @@ def _count_of_iota(node: fx.Node) -> int:
 def _is_of_layer(ids: fx.Node) -> bool:
     """True if the ids are what a recognised router gave, or what is dispatched."""
     source = _unwidened(ids)
-    while source.target in _VIEWS:
+    while source.target in VIEWS:
         source = _unwidened(source.args[0])
     is_chosen = source.target is operator.getitem and source.args[0].target == _ops.route.default and source.args[1] == 1
     return is_chosen or bool(_dispatches(ids))

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config
-from moeblaze_ops.lowering.inductor.graph_writer import Writer
+from moeblaze_ops.lowering.inductor.graph_writer import CAST, VIEWS, Writer
+from moeblaze_ops.lowering.torch_internals.graphs import made_of
 from moeblaze_ops.ops.router_products import MOST_EXPERTS
 
 aten = torch.ops.aten
-_CAST = torch.ops.prims.convert_element_type.default
-_SCALED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.mul.Tensor, aten.div.Tensor, _CAST)
+_SCALED = (*VIEWS, aten.mul.Tensor, aten.div.Tensor, CAST)
 """Another shape or type, or a scale."""
 _SHIFTED = (*_SCALED, aten.add.Tensor, aten.sub.Tensor)
 """What may stand between a product and ``route``, or between ``route_backward`` and a product: losses have gradients, too."""
@@ -28,8 +28,8 @@ _ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default
 _GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
 
 
-def replace_router_product(mm: fx.Node) -> bool:
-    """Replace ``mm`` if it is a product of such a router, and say whether it was."""
+def replace_router_product(mm: fx.Node) -> None:
+    """Replace ``mm`` if it is a product of such a router."""
     left, right = mm.args
     if feeds_route(mm) and _is_transposed(right):
         op, args = torch.ops.moeblaze.router_logits.default, (left, right.args[0])
@@ -38,20 +38,14 @@ def replace_router_product(mm: fx.Node) -> bool:
         op, args = torch.ops.moeblaze.router_weight_grad.default, (left.args[0], right)
         num_experts = mm.meta["val"].shape[0]
     else:
-        return False
+        return
     value = mm.meta["val"]
     if not (value.is_cuda and value.dtype.itemsize == 2 and isinstance(num_experts, int)):
-        return False
+        return
     if num_experts > MOST_EXPERTS or num_experts % 8 == 0:
-        return False
-    with mm.graph.inserting_before(mm):
-        product = mm.graph.call_function(op, args)
-    product.meta = dict(mm.meta)
-    # The strides that the op asks Inductor for.
-    product.meta["eager_input_vals"] = tuple(node.meta["val"] for node in args), {}
-    mm.replace_all_uses_with(product)
-    mm.graph.erase_node(mm)
-    return True
+        return
+    write = Writer(mm)
+    write.instead(write.op(op, *args))
 
 
 def replace_by_invariant_product(product: fx.Node) -> None:
@@ -60,15 +54,11 @@ def replace_by_invariant_product(product: fx.Node) -> None:
         return
     *bias, left, right = product.args[:2] if product.target != aten.addmm.default else product.args
     wide = product.target == aten.mm.dtype or bool(bias)
-    call = Writer(product)
-    factors = left, call(aten.permute.default, right, [1, 0])
-    result = call(torch.ops.moeblaze.router_logits.default, *factors, wide)
-    # The strides that the op asks Inductor for.
-    result.meta["eager_input_vals"] = (*(node.meta["val"] for node in factors), wide), {}
+    write = Writer(product)
+    result = write.op(torch.ops.moeblaze.router_logits.default, left, write(aten.permute.default, right, [1, 0]), wide)
     if bias:
-        result = call(_CAST, call(aten.add.Tensor, result, *bias), product.meta["val"].dtype)
-    product.replace_all_uses_with(result)
-    product.graph.erase_node(product)
+        result = write(CAST, write(aten.add.Tensor, result, *bias), product.meta["val"].dtype)
+    write.instead(result)
 
 
 def _is_gradient_of_tokens(product: fx.Node) -> bool:
@@ -93,12 +83,4 @@ def feeds_route(node: fx.Node) -> bool:
 
 def comes_from_route(node: fx.Node) -> bool:
     """True if this is made of the gradient of a router's logits."""
-    seen, left = {node}, [node]
-    while left:
-        node = left.pop()
-        if node.target in _GRADIENTS:
-            return True
-        if node.target in _SHIFTED:
-            left += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(left)
-    return False
+    return any(source.target in _GRADIENTS for source in made_of([node], lambda reader, _: reader.target in _SHIFTED))

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from moeblaze_ops.lowering.graph.sizes import same_shape, size_of
-from moeblaze_ops.lowering.inductor.graph_writer import Writer
+from moeblaze_ops.lowering.inductor.graph_writer import CAST, VIEWS, Writer, is_like
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
-_CAST = torch.ops.prims.convert_element_type.default
+_VIEWS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim)
 _DEEPEST = 8
 """Calls between a column and what it is a column of, and between the mask and ``dispatch``."""
 
@@ -33,10 +31,10 @@ def join_columns(cat: fx.Node) -> None:
         return
     if any(list(column.meta["val"].shape)[1:] != [1] for column in columns):
         return
-    whole = _whole(columns, Writer(cat), _DEEPEST)
+    write = Writer(cat)
+    whole = _whole(columns, write, _DEEPEST)
     if whole is not None and whole.meta["val"].dtype == value.dtype:
-        cat.replace_all_uses_with(whole)
-        cat.graph.erase_node(cat)
+        write.instead(whole)
 
 
 def _feeds_dispatch(node: fx.Node, depth: int) -> bool:
@@ -52,7 +50,7 @@ def _feeds_dispatch(node: fx.Node, depth: int) -> bool:
 def _is_pointwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_random = torch.Tag.nondeterministic_seeded in tags
-    return node.target == _CAST or (torch.Tag.pointwise in tags and not is_random)
+    return node.target == CAST or (torch.Tag.pointwise in tags and not is_random)
 
 
 def _whole(columns: Sequence[fx.Node], write: Writer, depth: int) -> fx.Node | None:
@@ -86,8 +84,7 @@ def _argument(columns: Sequence[fx.Node], given: tuple[Any, ...], write: Writer,
     if all(argument is given[0] for argument in given) and (not isinstance(values[0], Tensor) or values[0].dim() == 0):
         return given[0]
     # Of the shape of the result: a row beside a column would be broadcast.
-    shapes = [(value.shape, column.meta["val"].shape) for value, column in zip(values, columns, strict=True)]
-    fits = all(same_shape([*map(size_of, of)], [*map(size_of, to)]) for of, to in shapes)
+    fits = all(map(is_like, given, columns))
     return _whole(given, write, depth - 1) if fits and all(map(_is_column, given)) else None
 
 

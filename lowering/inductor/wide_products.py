@@ -15,12 +15,11 @@ to the graph of forward and backward, before it is parted.
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.inductor.graph_writer import Writer
+from moeblaze_ops.lowering.inductor.graph_writer import CAST, VIEWS, Writer
 from moeblaze_ops.lowering.inductor.router_products import comes_from_route, feeds_route
 
 aten = torch.ops.aten
-_CAST = torch.ops.prims.convert_element_type.default
-_MOVED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default)
+_MOVED = (*VIEWS, aten.permute.default)
 _HIGH_BITS = -(1 << 16)
 """Sign, exponent and the part of the mantissa that bf16 has."""
 _PARTS = "moeblaze_parts"
@@ -51,8 +50,7 @@ def narrow_router_product(mm: fx.Node) -> bool:
         return False
     if result is None:
         return False
-    mm.replace_all_uses_with(result)
-    mm.graph.erase_node(mm)
+    call.instead(result)
     return True
 
 
@@ -78,7 +76,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 def _cast_from(node: fx.Node) -> list[fx.Node]:
     """The moves from ``node`` to the 16-bit tensor that it is cast from, and that tensor; empty if it is not cast."""
     *moves, last = _chain(node)
-    if last.target != _CAST:
+    if last.target != CAST:
         return []
     (source,) = last.all_input_nodes
     return [*moves, source] if source.meta["val"].dtype in (torch.bfloat16, torch.float16) else []
@@ -123,7 +121,7 @@ def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: li
 
 def _is_only_rounded(mm: fx.Node) -> bool:
     """True if nothing reads the product but a cast to bf16, which the product then makes itself."""
-    return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
+    return [(user.target, user.args[1:]) for user in mm.users] == [(CAST, (torch.bfloat16,))]
 
 
 def _side_by_side(call: Writer, factor: fx.Node, axis: int) -> fx.Node:
@@ -149,4 +147,4 @@ def _parts(call: Writer, node: fx.Node) -> list[fx.Node]:
         bits = call(aten.bitwise_and.Scalar, call(aten.view.dtype, rest, torch.int32), _HIGH_BITS)
         parts.append(call(aten.view.dtype, bits, torch.float32))
         rest = call(aten.sub.Tensor, rest, parts[-1])
-    return [call(_CAST, part, torch.bfloat16) for part in (*parts, rest)]
+    return [call(CAST, part, torch.bfloat16) for part in (*parts, rest)]

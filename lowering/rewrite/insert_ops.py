@@ -62,8 +62,7 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         out = with_zero_computation(insert, match, out, weights_TK, ids_TK)
         became += f" -> {describe_zero_computation(match)}"
     became += describe_missing(match)
-    result = fake_of(match.region.carriers[0])
-    return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+    return insert.in_dtype(out, fake_of(match.region.carriers[0]).dtype), became
 
 
 def _of_all_experts(insert: Inserter, match: MoEMatch, x_TD: fx.Node) -> tuple[fx.Node | None, fx.Node]:
@@ -104,7 +103,7 @@ def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> 
 
 def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
     """Ids of no expert for those whose expert has no room for the token."""
-    index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
+    index = insert.in_dtype(ids_TK, torch.int64)
     kept = insert.rows(match.kept, match.E, match.K)
     if match.kept.of_slots:
         kept_TK = insert.call("squeeze", insert.call("gather", kept, 2, insert.call("unsqueeze", index, 2)), 2)
@@ -256,7 +255,7 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
             return None, experts_TK
         if not match.weights.gathered:
             return insert.rows(match.weights, match.K), experts_TK
-        ids_TK = experts_TK if fake_of(experts_TK).dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
+        ids_TK = insert.in_dtype(experts_TK, torch.int64)
         return insert.call("gather", insert.rows(match.weights, match.E), 1, ids_TK), experts_TK
     at = insert if router.shared is None else insert.at(router.last_source)
     weights_TK, experts_TK = _route(at, match, router)
@@ -281,7 +280,7 @@ def _share(insert: Inserter, chosen: fx.Node, experts_TK: fx.Node, match: MoEMat
     ids = ids if fake.dim() == 2 else insert.call("reshape", ids, tuple(fake.shape))
     region = set(match.region.nodes)
     if readers := [reader for reader in chosen.users if reader not in region]:
-        insert.redirect(readers, chosen, ids)
+        insert.edits.redirect(readers, chosen, ids)
 
 
 def _weights_at(insert: Inserter, router: RouterMatch, ids: fx.Node) -> fx.Node:
@@ -297,9 +296,8 @@ def _logits(insert: Inserter, router: RouterMatch) -> fx.Node:
 def _fused_weights(insert: Inserter, match: MoEMatch, weights_TK: fx.Node) -> fx.Node:
     """What a fused router gives, in the dtypes that it is rounded to, and times a factor."""
     for dtype in (fake_of(match.weights.node).dtype, match.weights.dtype):
-        if fake_of(weights_TK).dtype != dtype:
-            weights_TK = insert.call("to", weights_TK, dtype)
-    return weights_TK if match.weights.factor == 1 else insert.call(torch.mul, weights_TK, match.weights.factor)
+        weights_TK = insert.in_dtype(weights_TK, dtype)
+    return insert.times(weights_TK, match.weights.factor)
 
 
 def _ids(match: MoEMatch) -> Operand:

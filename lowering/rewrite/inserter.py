@@ -1,6 +1,6 @@
 """The nodes that a rewrite adds: what the ops take of the nodes of a graph."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,10 +33,6 @@ class Inserter(NodeInserter):
         """One that adds after the last of other, earlier nodes, or after what is read in place of it."""
         return Inserter(self.edits, max(map(self.edits.successor, nodes)), self._copied)
 
-    def redirect(self, readers: Iterable[fx.Node], old: fx.Node, new: fx.Node) -> None:
-        """As ``Edits.redirect``."""
-        self.edits.redirect(readers, old, new)
-
     @contextmanager
     def without_autocast(self, device: str) -> Iterator[None]:
         """What is added inside computes in the dtypes of its operands."""
@@ -45,6 +41,13 @@ class Inserter(NodeInserter):
         with torch.autocast(device, enabled=False):
             yield
         self._add(torch.amp.autocast_mode._exit_autocast, (mode,), {})
+
+    def in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """What ``node`` holds, cast if it is of another dtype."""
+        return node if fake_of(node).dtype == dtype else self.call("to", node, dtype)
+
+    def times(self, node: fx.Node, factor: float) -> fx.Node:
+        return node if factor == 1 else self.call(torch.mul, node, factor)
 
     def weights(self, views: Sequence[WeightView]) -> list[fx.Node]:
         """The tensors that the ops take, by views of the stored ones: experts that are stored apart stay apart.
@@ -98,9 +101,7 @@ class Inserter(NodeInserter):
             node = self.view(node, "t")
         elif fake.dim() != 2 or fake.shape[1] != width:
             node = self.call("reshape", node, (-1, width))
-        if fake.dtype != operand.dtype:
-            node = self.call("to", node, operand.dtype)
-        return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
+        return self.times(self.in_dtype(node, operand.dtype), operand.factor)
 
     def places(self, operand: Operand) -> fx.Node:
         """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in; or those of sequences."""
@@ -108,14 +109,13 @@ class Inserter(NodeInserter):
             node = self.call(torch.stack, [self._read(part) for part in (operand, *operand.rest)], -1)
         else:
             node = self._read(operand) if operand.turned else self.view(self._read(operand), "transpose", -2, -1)
-        return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+        return self.in_dtype(node, operand.dtype)
 
     def numbers(self, operand: Operand) -> fx.Node:
         """An operand without tokens as one axis, in the dtype it is used in."""
         stored = (operand, *operand.rest)
         flat = [self.call("reshape", self._read(part), (-1,)) for part in stored]
-        node = self.call(torch.cat, flat) if operand.rest else flat[0]
-        return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+        return self.in_dtype(self.call(torch.cat, flat) if operand.rest else flat[0], operand.dtype)
 
     def _read(self, operand: Operand) -> fx.Node:
         """What holds an operand as it is here. Inductor drops the copies: what AOTAutograd traces has no writes."""

@@ -82,9 +82,7 @@ def _pair(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx.No
     a, b = insert.whole(factors.a), insert.whole(factors.b)
     if factors.scale_E is not None:
         b = insert.call(torch.mul, b, insert.call("reshape", insert.whole(factors.scale_E), (-1, 1, 1)))
-    b = b if factors.scale == 1 else insert.call(torch.mul, b, factors.scale)
-    a, b = (node if fake_of(node).dtype == dtype else insert.call("to", node, dtype) for node in (a, b))
-    return a, b
+    return insert.in_dtype(a, dtype), insert.in_dtype(insert.times(b, factors.scale), dtype)
 
 
 def _joined(insert: Inserter, nodes: list[fx.Node], axis: int) -> fx.Node:

@@ -43,6 +43,7 @@ from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals.callers import module_path_of, places
 from moeblaze_ops.lowering.torch_internals.frames import counters
+from moeblaze_ops.lowering.torch_internals.graphs import is_in_order
 from moeblaze_ops.lowering.undoable_edits import Edits
 from moeblaze_ops.ops import direct
 
@@ -123,18 +124,8 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
     return report
 
 
-def _is_in_order(graph: fx.Graph) -> bool:
-    """Dynamo of torch 2.11 puts what a tensor hook reads behind the hook, where sizes follow from data."""
-    seen: set[fx.Node] = set()
-    for node in graph.nodes:
-        if not seen.issuperset(node.all_input_nodes):
-            return False
-        seen.add(node)
-    return True
-
-
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
-    if not _is_in_order(gm.graph):
+    if not is_in_order(gm.graph):
         return
     report.direct += map(module_path_of, filter(_is_direct_layer, gm.graph.nodes))
     join_gathers(gm.graph)

@@ -41,8 +41,7 @@ def with_zero_computation(
         share_T1 = insert.call("sum", share_TK, 1, True)
         if own.of_token is not None:
             share_T1 = insert.call(torch.mul, share_T1, insert.rows(own.of_token, 1))
-        if own.factor != 1:
-            share_T1 = insert.call(torch.mul, share_T1, own.factor)
+        share_T1 = insert.times(share_T1, own.factor)
         vector = insert.numbers(own.vector) if own.is_constant else insert.rows(own.vector, match.out_width)
         out = insert.call(torch.add, out, insert.call(torch.mul, vector, share_T1))
     return out

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -80,6 +80,24 @@ def before_partition(visit: Callable[[fx.Graph, list[fx.Node]], None]) -> None:
         return original(*args, **kwargs)
 
     patches.install("repeats", {"partitioners.classify_nodes": classify})
+
+
+def is_in_order(graph: fx.Graph) -> bool:
+    """True if each node stands behind those that it reads; Dynamo of torch 2.11 puts what a tensor hook reads behind the hook."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return all(places[read] < place for node, place in places.items() for read in node.all_input_nodes)
+
+
+def made_of(nodes: Iterable[fx.Node], reads: Callable[[fx.Node, fx.Node], bool]) -> Iterator[fx.Node]:
+    """The nodes, and what they are made of: what each reads, as far as ``reads(node, source)``, and so on."""
+    left = list(nodes)
+    seen = set(left)
+    while left:
+        node = left.pop()
+        yield node
+        sources = [source for source in node.all_input_nodes if source not in seen and reads(node, source)]
+        seen.update(sources)
+        left += sources
 
 
 def may_be_repeated(node: fx.Node) -> bool:

@@ -27,30 +27,16 @@ def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool], *, joint: bool = False) -> None:
-    """Offer each call of ``op`` on two values to ``rewrite``; when, see ``_offer``."""
-    from torch._inductor.pattern_matcher import Arg, CallFunction
-
-    _offer(CallFunction(op, Arg(), Arg()), rewrite, joint)
-
-
-def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None], *, joint: bool = True) -> None:
-    """Show each call of ``op``, of whatever arguments, to ``visit``; when, see ``_offer``."""
-    from torch._inductor.pattern_matcher import CallFunctionVarArgs
-
-    _offer(CallFunctionVarArgs(op), visit, joint)
-
-
-def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
-    """Give calls to ``take`` once autograd is done, before Inductor joins sums and products.
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], Any], *, joint: bool = True) -> None:
+    """Show each call of ``op`` to ``visit`` once autograd is done, before Inductor joins sums and products.
 
     With ``joint`` they are those of one graph of forward and backward, before Inductor partitions it.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad
-    from torch._inductor.pattern_matcher import register_graph_pattern
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
 
     passes = joint_graph.patterns if joint else post_grad.pass_patterns[1]
-    register_graph_pattern(calls, pass_dict=passes)(lambda match, *_, **__: take(match.output_node()))
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=passes)(lambda match, *_, **__: visit(match.output_node()))
 
 
 def launch_nothing_for_no_rows() -> None:
@@ -97,52 +83,61 @@ def _keep_order(graph: Any, operations: Iterable) -> None:
         previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
 
 
-def fallback(op: torch._ops.OpOverload) -> Callable:
-    """The lowering that calls ``op`` from the generated code, or its ``implementation`` where it has one."""
-    from torch._inductor.lowering import fallback_handler
+def _graph() -> Any:
+    """The graph that is being lowered."""
     from torch._inductor.virtualized import V
+
+    return V.graph
+
+
+def _lowered(lower: Callable[[], Any]) -> tuple[Any, list]:
+    """What ``lower()`` gives, and the operations that it adds to the graph.
+
+    Ops that have a Python function as ``op.implementation`` are called as that by the generated code. Where the code is C++, or a
+    graph, the ops are called.
+    """
+    from torch._inductor import ir
+
+    num_before = len(_graph().operations)
+    results = lower()
+    added = _graph().operations[num_before:]
+    if not (_graph().cpp_wrapper or _graph().fx_wrapper):
+        for operation in added:
+            if isinstance(operation, ir.FallbackKernel) and hasattr(operation.op_overload, "implementation"):
+                operation.set_python_kernel_name(None)
+                operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
+    return results, added
+
+
+def fallback(op: torch._ops.OpOverload, *, gives_none: bool = False) -> Callable:
+    """The lowering that calls ``op`` from the generated code, or its ``implementation`` where it has one.
+
+    ``gives_none``: the implementation may return None in place of each tensor.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler
 
     handler = fallback_handler(op, add_to_fallback_set=False)
 
     def call(*args, **kwargs):
-        num_before = len(V.graph.operations)
-        results = handler(*args, **kwargs)
-        _call_implementations(V.graph.operations[num_before:])
+        results, added = _lowered(lambda: handler(*args, **kwargs))
+        for operation in added if gives_none else ():
+            if isinstance(operation, ir.MultiOutput):
+                operation.skip_size_stride_alignment_checks = True
         return results
 
     return call
 
 
-def for_its_effect(op: torch._ops.OpOverload) -> Callable:
-    """``fallback`` of an op that is called although nobody reads what it gives."""
-    from torch._inductor.virtualized import V
-
-    def call(*args) -> None:
-        fallback(op)(*args)
-        V.graph.operations[-1].has_side_effects = lambda: True
-
-    return call
+def call_for_its_effect(op: torch._ops.OpOverload, *args: Any) -> None:
+    """Let the generated code call an op although nobody reads what it gives."""
+    fallback(op)(*args)
+    _graph().operations[-1].has_side_effects = lambda: True
 
 
 def makes_cuda_graphs() -> bool:
     """True if the graph that Inductor compiles runs in CUDA graphs."""
     return inductor_config.triton.cudagraphs
-
-
-def _call_implementations(operations: list) -> None:
-    """Have what is called in place of ops called by the generated code, as ``op.implementation``: a Python function.
-
-    Where the code is C++, or a graph, the ops are called.
-    """
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
-        return
-    for operation in operations:
-        if isinstance(operation, ir.FallbackKernel) and hasattr(operation.op_overload, "implementation"):
-            operation.set_python_kernel_name(None)
-            operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
 
 
 def may_return_nothing() -> bool:
@@ -156,36 +151,14 @@ def may_return_nothing() -> bool:
     return not code_in_cpp and not V.aot_compilation and not inductor_config.triton.cudagraphs
 
 
-def results_may_be_none(op: torch._ops.OpOverload) -> Callable:
-    """The lowering that calls ``op.implementation``, which may return None in place of each tensor, from the generated code."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    call_op = fallback(op)
-
-    def call(*args, **kwargs):
-        num_before = len(V.graph.operations)
-        results = call_op(*args, **kwargs)
-        for operation in V.graph.operations[num_before:]:
-            if isinstance(operation, ir.MultiOutput):
-                operation.skip_size_stride_alignment_checks = True
-        return results
-
-    return call
-
-
 def is_packaging() -> bool:
     """True if the graph that is being lowered is for AOTInductor."""
-    from torch._inductor.virtualized import V
-
-    return V.graph.aot_mode
+    return _graph().aot_mode
 
 
 def current_node() -> fx.Node:
     """The node of the graph that is being lowered."""
-    from torch._inductor.virtualized import V
-
-    return V.graph.current_node
+    return _graph().current_node
 
 
 def is_given_away(node: fx.Node, value: Any) -> bool:
@@ -218,12 +191,9 @@ def inline(graph: fx.GraphModule, inputs: list, name: str, in_order: bool = Fals
     """
     from torch._inductor import ir
     from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
-    from torch._inductor.virtualized import V
 
     boxes = [ir.TensorBox.create(value) if isinstance(value, ir.StorageBox) else value for value in inputs]
-    num_before = len(V.graph.operations)
-    outputs = inline_subgraph_to_ir_nodes(graph, boxes, name)
-    _call_implementations(V.graph.operations[num_before:])
+    outputs, added = _lowered(lambda: inline_subgraph_to_ir_nodes(graph, boxes, name))
     if in_order:
-        _keep_order(V.graph, (each for each in V.graph.operations[num_before:] if isinstance(each, ir.ExternKernel)))
+        _keep_order(_graph(), (each for each in added if isinstance(each, ir.ExternKernel)))
     return outputs

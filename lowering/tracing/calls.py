@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
 from torch._dynamo.variables import (
     BaseListVariable,
     ConstantVariable,
@@ -23,6 +22,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from moeblaze_ops.lowering.torch_internals.graphs import is_in_order
 from moeblaze_ops.lowering.tracing import conversions, hit_loops, host_numbers, leaves
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 from moeblaze_ops.lowering.tracing.same_state import realized
@@ -45,15 +45,9 @@ def method_of_tensor(branches: Any, original: Callable, x: TensorVariable, tx: A
     found = original(x, tx, name, args, kwargs) if found is None else found
     if conversions.is_itself(x, name, found):
         return x
-    if name == "register_hook" and not _is_in_order(tx.output.graph):
+    if name == "register_hook" and not is_in_order(tx.output.graph):
         raise Declined("a hook on a tensor of which only the data tell the size: torch 2.11 puts it before what tells that")
     return found
-
-
-def _is_in_order(graph: fx.Graph) -> bool:
-    """True if each node stands behind those that it reads."""
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    return all(places[read] < place for node, place in places.items() for read in node.all_input_nodes)
 
 
 def function_of_python(branches: Any, original: Callable, called: Any, tx: Any, args: list, kwargs: dict) -> Any:

@@ -253,10 +253,6 @@ def _clamp(x: Node, min: float | None = None, max: float | None = None) -> Node:
     return apply("clamp", *_nodes(x, -math.inf if min is None else min, math.inf if max is None else max))
 
 
-def _clamp_max(x: Node, max: float) -> Node:
-    return _clamp(x, None, max)
-
-
 def _addcmul(x: Any, a: Any, b: Any, *, value: float = 1) -> Node:
     return apply("add", *_nodes(x), _scaled(apply("mul", *_nodes(a, b)), value))
 
@@ -288,7 +284,7 @@ _MEANINGS: dict[Any, Callable[..., Any]] = {
     _aten.gelu: _gelu,
     _aten.clamp: _clamp,
     _aten.clamp_min: lambda x, min: _clamp(x, min),
-    _aten.clamp_max: _clamp_max,
+    _aten.clamp_max: lambda x, max: _clamp(x, None, max),
     _aten.square: _composite(composites.square),
     _aten.lerp: lambda a, b, weight: apply("add", *_nodes(a), apply("mul", apply("sub", *_nodes(b, a)), *_nodes(weight))),
     _aten.exp2: lambda x: apply("exp", _scaled(x, math.log(2))),

@@ -97,8 +97,7 @@ def check_expert_rows(op: str, rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Ten
     for name, tensor in (("offsets_E1", offsets_E1), ("blocks_B2", blocks_B2)):
         require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
         check_device(op, name, tensor, rows_NGF)
-    E = w_EGFC.shape[0]
-    require(list(offsets_E1.shape) == [E + 1], op, "offsets_E1", f"have shape [{E + 1}]", shape_of(offsets_E1))
+    check_shape(op, "offsets_E1", offsets_E1, [w_EGFC.shape[0] + 1])
     fits = blocks_B2.dim() == 2 and blocks_B2.shape[1] == 2
     require(fits, op, "blocks_B2", "have shape [B, 2] (from dispatch)", shape_of(blocks_B2))
 
@@ -194,14 +193,8 @@ def _check_down_of_mlp(
 ) -> None:
     require(activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}")
     check_down_weights(op, w_down, b_down, x_TD)
-    expected = [shape.E, shape.F]
-    require(
-        list(w_down[0].shape[:2]) == expected,
-        op,
-        "w_down",
-        f"have leading shape {expected} (experts and width of w_up)",
-        f"shape {shape_of(w_down[0])}",
-    )
+    expected, given = [shape.E, shape.F], shape_of(w_down[0])
+    require(given[:2] == expected, op, "w_down", f"have leading shape {expected} (experts and width of w_up)", f"shape {given}")
 
 
 def check_expert_mlp_chunked(
@@ -255,15 +248,8 @@ def check_routing(
         require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
     fits = slots_N.dim() == 1 and may_be(slots_N.shape[0] <= T * K)
     require(fits, op, "slots_N", f"have shape [{T * K}] (slots of positions_TK), or [used slots]", shape_of(slots_N))
-    require(
-        list(offsets_E1.shape) == [num_experts + 1],
-        op,
-        "offsets_E1",
-        f"have shape [{num_experts + 1}] (experts of the weights, plus one)",
-        shape_of(offsets_E1),
-    )
-    expected = [schedule_rows(T * K, num_experts), 2]
-    require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", shape_of(blocks_B2))
+    check_shape(op, "offsets_E1", offsets_E1, [num_experts + 1], " (experts of the weights, plus one)")
+    check_shape(op, "blocks_B2", blocks_B2, [schedule_rows(T * K, num_experts), 2])
 
 
 def may_be(condition: bool | torch.SymBool) -> bool:

@@ -5,8 +5,9 @@ numbers of one process. Where ``torch.compile`` proves a layer, the rewriter mov
 (``ops.sharded``).
 """
 
+from moeblaze_ops.distributed.find_experts import Left
 from moeblaze_ops.distributed.fsdp import expert_placement
 from moeblaze_ops.distributed.gradients import clip_grad_norm_
-from moeblaze_ops.distributed.shard_experts import Left, ShardedExperts, Taken, shard_experts
+from moeblaze_ops.distributed.shard_experts import ShardedExperts, Taken, shard_experts
 
 __all__ = ["Left", "ShardedExperts", "Taken", "clip_grad_norm_", "expert_placement", "shard_experts"]

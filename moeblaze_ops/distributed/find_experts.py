@@ -31,24 +31,24 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True)
-class Unclear:
-    """A module that looks like experts and is not taken."""
+class Left:
+    """A module that looks like experts and stays as it is."""
 
-    owner: str
+    name: str
     why: str
 
 
 Selection = Callable[[str, Tensor], bool] | Iterable[str] | None
 
 
-def find_experts(model: nn.Module, selection: Selection) -> tuple[list[ExpertGroup], list[Unclear]]:
+def find_experts(model: nn.Module, selection: Selection) -> tuple[list[ExpertGroup], list[Left]]:
     """The groups of expert parameters of ``model``, by its shapes or by ``selection``, and what was left."""
     if selection is None:
         return _found(model)
     return _selected(model, _named(model, selection)), []
 
 
-def _found(model: nn.Module) -> tuple[list[ExpertGroup], list[Unclear]]:
+def _found(model: nn.Module) -> tuple[list[ExpertGroup], list[Left]]:
     groups, left = [], []
     for path, module in model.named_modules():
         names, lists = _stacked_names(module), _lists_beside(model, path)
@@ -59,7 +59,7 @@ def _found(model: nn.Module) -> tuple[list[ExpertGroup], list[Unclear]]:
         router = _router(model, path, num_experts, weights, lists)
         if router is None:
             if names or (len(weights) <= 3 and max(p.dim() for p in module[0].parameters()) == 2):
-                left.append(Unclear(path, f"no router [{num_experts}, D] in the layer around it"))
+                left.append(Left(path, f"no router [{num_experts}, D] in the layer around it"))
             continue
         routed = f"routed by {router}"
         if lists:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
-from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
+from moeblaze_ops.distributed.find_experts import ExpertGroup, Left, find_experts
 from moeblaze_ops.distributed.replaced_parameters import note_replaced, watch_optimizers
 from moeblaze_ops.distributed.state_dicts import keep_names_of_entries, load_whole
 from moeblaze_ops.distributed.whole_weights import (
@@ -37,14 +37,6 @@ class Taken:
 
     name: str
     shape: tuple[int, ...]
-    why: str
-
-
-@dataclass(frozen=True)
-class Left:
-    """A module that looks like experts and stays as it is."""
-
-    name: str
     why: str
 
 
@@ -115,14 +107,14 @@ def shard_experts(
         if has_forward(model.get_submodule(path)):
             run_in_layer(model.get_submodule(path), layer, whole=True)
     watch_optimizers()
-    report = ShardedExperts(tuple(taken), tuple(Left(unclear.owner, unclear.why) for unclear in left))
+    report = ShardedExperts(tuple(taken), tuple(left))
     log.info("%s", report)
     return report
 
 
 def _plan(
     model: nn.Module, mesh: DeviceMesh, parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
-) -> tuple[list[ExpertGroup], list[Unclear], list[str]]:
+) -> tuple[list[ExpertGroup], list[Left], list[str]]:
     """What to shard, and the model in words; raises where that is not possible."""
     groups, left = find_experts(model, parameters)
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
@@ -168,7 +160,7 @@ def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -
         raise ValueError(f"shard_experts: {name} must be on {mesh.device_type} like the mesh, got {parameter.device}")
 
 
-def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[Unclear]]:
+def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[Left]]:
     """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
     error, text, described = None, None, []
     try:
@@ -250,6 +242,3 @@ def _replace_entries(experts: nn.ModuleList, stacks: dict[str, str], weights: Wh
             by_module.setdefault(holder, {})[own] = key
         for holder, keys in by_module.items():
             read_from_stack(holder, keys, number, weights)
-
-
-__all__ = ["Left", "ShardedExperts", "Taken", "shard_experts"]

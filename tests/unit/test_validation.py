@@ -96,7 +96,7 @@ BAD_INPUT = {
     "experts_of_routing": (
         lambda layer: up(layer, w_up=[zeros(8, 2, 12, 24)], b_up=[]),
         ValueError,
-        "expert_up: offsets_E1 must have shape [9] (experts of the weights, plus one), got [6]",
+        "expert_up: offsets_E1 must have shape [9] (experts of the weights, plus one), got shape [6]",
     ),
     "routing_dtype": (
         lambda layer: up(layer, slots_N=layer.routing[0].long()),

@@ -21,6 +21,7 @@ from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp_backward, split_groups
+from moeblaze_ops.ops.register import register_plain_op
 from moeblaze_ops.ops.sharded.by_rank import (
     expert_down_backward_by_rank,
     expert_mlp_by_rank,
@@ -210,22 +211,18 @@ def _backward_fake(
     return results
 
 
-_library = torch.library.Library("moeblaze", "FRAGMENT")
-_library.define(
-    "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
+experts_over_ranks_backward = register_plain_op(
+    "experts_over_ranks_backward",
+    "(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
     " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
     " str activation, bool weight_on_input, int ranks, str group, str[] hosts, bool copies, bool by_rank, Tensor[] route,"
     " bool[] needs) -> Tensor[]",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    gradients_over_ranks,
+    _backward_fake,
 )
-_library.impl("experts_over_ranks_backward", gradients_over_ranks, "CompositeExplicitAutograd")
-torch.library.register_fake("moeblaze::experts_over_ranks_backward", _backward_fake, lib=_library)
-experts_over_ranks_backward = torch.ops.moeblaze.experts_over_ranks_backward.default
 """All gradients of ``experts_over_ranks``, in one op: what travels and what is computed beside it keep their order.
 
 Returns:
     dx [T, D] and dweights [T, K] of this rank's tokens, then one gradient for each parameter of the kinds that are needed
     (``needs``: x, weights, w_up, b_up, w_down, b_down); empty tensors for an x or weights without need.
 """
-
-__all__ = ["Ranks", "experts_over_ranks", "experts_over_ranks_backward"]
