@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient, is_at_most, same_size, size_of
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, linear_parts
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_choice
 from moeblaze_ops.lowering.index_notation.number_ranges import extent, lower_bound, never_negative
 
@@ -81,14 +81,10 @@ class IndexArithmetic:
 
         def collect(coefficient: Size, e: Expr) -> None:
             nonlocal constant
-            if e.kind == "const":
-                constant = constant + coefficient * e.args[0]
-            elif e.kind == "linear":
-                constant = constant + coefficient * e.args[0]
-                for inner, atom in e.args[1]:
-                    sums[atom] = sums.get(atom, 0) + coefficient * inner
-            else:
-                sums[e] = sums.get(e, 0) + coefficient
+            own, parts = linear_parts(e)
+            constant = constant + coefficient * own
+            for inner, atom in parts:
+                sums[atom] = sums.get(atom, 0) + coefficient * inner
 
         for coefficient, e in terms:
             collect(coefficient, e)
@@ -120,7 +116,7 @@ class IndexArithmetic:
             return self.const(e.args[0] // size), self.const(e.args[0] % size)
         if self.fits(e, size):
             return self.zero, e
-        constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
+        constant, terms = linear_parts(e)
         whole: list[tuple[Size, Expr]] = []
         rest: list[tuple[Size, Expr]] = []
         for coefficient, atom in terms:

@@ -274,12 +274,20 @@ class Algebra(IndexArithmetic):
             rows[t, k] * n + c              tells k where it tells c, which is below n
             rows[t, k] + c                  does not: 1 + 2 is 2 + 1
         """
-        keys = {f: own[0] for f in marks if f.kind == "eq" and len(own := [side for side in f.args if var in side.free]) == 1}
-        told = [number for number in (*numbers, *keys.values()) if var in number.free and is_whole(number)]
-        other = {var: self.fresh((var, *told, *marks), var.args[1])}
-        same = (self.eq(number, self.substitute(number, other)) for number in told)
-        met = self.sum(var, self.mul(*same, *(mark for mark in marks if mark not in keys)))
-        return self.beside(met, [self.substitute(mark, other) for mark in marks]) is self.one
+        return self.met(var, marks, marks, [number for number in numbers if var in number.free and is_whole(number)]) is self.one
+
+    def met(self, var: Expr, marks: Sequence[Expr], others: Sequence[Expr], numbers: Sequence[Expr] = ()) -> Expr:
+        """How many of the rows ``var`` with some marks are where one with ``others`` is, and have its numbers."""
+        other = {var: self.fresh((var, *numbers, *marks, *others), var.args[1])}
+        known = [self.substitute(mark, other) for mark in others]
+        theirs = [sides for f in known if f.kind == "eq" for sides in (f.args, f.args[::-1])]
+        same = [self.eq(number, self.substitute(number, other)) for number in numbers]
+        for f in marks:
+            own, at = f.args if f.kind == "eq" and var in f.args[0].free else f.args[::-1] if f.kind == "eq" else (f, None)
+            keys = [key for key, index in theirs if index is at and is_whole(own)]
+            alike = self.substitute(own, other)
+            same.append(self.eq(own, alike if alike in keys else keys[0]) if keys else f)
+        return self.beside(self.sum(var, self.mul(*same)), known)
 
     def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
         """True if an integer is larger than another one, of which no running count is larger than the whole count."""
@@ -513,11 +521,9 @@ class Algebra(IndexArithmetic):
         return self.mul(made) if is_bound(made) else made
 
 
-def _mapped(args: tuple, change: Callable[[Expr], Expr]) -> tuple:
-    """Arguments with the expressions among them as ``change`` gives them, in tuples as well."""
-    return tuple(
-        change(arg) if isinstance(arg, Expr) else _mapped(arg, change) if isinstance(arg, tuple) else arg for arg in args
-    )
+def _mapped(args: tuple, visit: Callable[[Expr], Expr]) -> tuple:
+    """Arguments with the expressions among them as ``visit`` gives them, in tuples as well."""
+    return tuple(visit(arg) if isinstance(arg, Expr) else _mapped(arg, visit) if isinstance(arg, tuple) else arg for arg in args)
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
