@@ -128,6 +128,16 @@ def is_zero_at_zero(activation: str) -> bool:
     return not num_parameters(activation) and value_at_zero(activation) == 0
 
 
+@cache
+def keeps_zero(function: str) -> bool:
+    """True if a function of formulas, by its name, makes zero of zero; the gradient of a square root is infinite there.
+
+        gelu, tanh              but not  exp, sqrt
+    """
+    text = f"{function}(h)"
+    return function != "sqrt" and why_no_formula(text) is None and is_zero_at_zero(text)
+
+
 def why_no_formula(text: str) -> str | None:
     """What keeps a text from being a formula."""
     try:

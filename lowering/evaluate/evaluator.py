@@ -21,7 +21,6 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
-from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import (
     DROPOUT,
     Expr,
@@ -30,13 +29,14 @@ from moeblaze_ops.lowering.index_notation.expr import (
     factors_of,
     is_hidden,
     key_and_number,
+    linear_parts,
     split_number,
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds, is_whole, never_negative
-from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise, threshold
 from moeblaze_ops.lowering.index_notation.reshape_index import Groups, common_groups
 
 _MAX_UNROLLED = 1024
@@ -88,10 +88,10 @@ class Evaluator(IndexingRules):
         tokens = tuple(self.algebra.zero if n == 1 else self.algebra.var(i, n, "t") for i, n in enumerate(sizes))
         return tokens, self.algebra.var(len(sizes), width, "d")
 
-    def try_element(self, value: Value, indices: Indices | None = None) -> Expr | None:
+    def try_element(self, value: Value, indices: Indices | None = None, depth: int = 0) -> Expr | None:
         """The element at ``indices``, or any; None where it is another formula for each number that an index may be."""
         try:
-            return self.element(value, self.variables(value) if indices is None else indices)
+            return self.element(value, self.variables(value) if indices is None else indices, depth)
         except Unroll:
             return None
 
@@ -153,10 +153,7 @@ class Evaluator(IndexingRules):
 
     def _element_permute(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims = value.args
-        inner: list[Expr] = [self.algebra.zero] * len(dims)
-        for index, dim in zip(indices, dims, strict=True):
-            inner[dim] = index
-        return self.element(x, tuple(inner), depth)
+        return self.element(x, tuple(indices[dims.index(dim)] for dim in range(len(dims))), depth)
 
     def _element_slice(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim, start, step = value.args
@@ -212,17 +209,14 @@ class Evaluator(IndexingRules):
 
     def _element_lane(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim, level = value.args
-        return self.element(x, (*indices[:dim], self._lane(level, x.shape[dim]), *indices[dim:]), depth)
+        return self.element(x, (*indices[:dim], self.algebra.var(_LANE - level, x.shape[dim], "r"), *indices[dim:]), depth)
 
     def _element_lanes(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, level, dim = value.args
         if indices[dim].height or self.may_be_outside(indices[dim], value.shape[dim]):
             return self.algebra.leaf(value, indices)
         inner = self.element(x, (*indices[:dim], *indices[dim + 1 :]), depth)
-        return self.algebra.substitute(inner, {self._lane(level, value.shape[dim]): indices[dim]})
-
-    def _lane(self, level: int, count: Size) -> Expr:
-        return self.algebra.var(_LANE - level, count, "r")
+        return self.algebra.substitute(inner, {self.algebra.var(_LANE - level, value.shape[dim], "r"): indices[dim]})
 
     # Numbers.
 
@@ -278,11 +272,10 @@ class Evaluator(IndexingRules):
         if value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point:
             return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
-        if name in ("gt", "ne") and args[1] is self.algebra.zero:
-            mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
-            if mask is not None:
-                return mask
-        if (mask := threshold(self.algebra, name, args)) is not None:
+        mask = threshold(self.algebra, name, args)
+        if mask is None and name in ("gt", "ne") and args[1] is self.algebra.zero:
+            mask = chosen(self.algebra, args[0]) if name == "gt" else self._not_zero(args[0])
+        if mask is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
         e = self._in_dtype(value.dtype, e) if value.dtype.is_floating_point else e
@@ -325,17 +318,12 @@ class Evaluator(IndexingRules):
         if not sizes:
             return body(())
         var = self.algebra.fresh(used, sizes[0], tags[0])
-
-        def inner(index: Expr) -> Expr:
-            return self._bind((*used, var), sizes[1:], lambda rest: body((index, *rest)), tags[1:])
-
-        return self._sum(var, inner)
+        return self._sum(var, lambda i: self._bind((*used, var), sizes[1:], lambda rest: body((i, *rest)), tags[1:]))
 
     def _reduced_indices(self, value: Value, indices: Indices, bound: Indices) -> Indices:
         x, dims, keepdim = value.args
-        kept = [i for a, i in enumerate(indices) if not (keepdim and a in dims)]
-        bound_iter, kept_iter = iter(bound), iter(kept)
-        return tuple(next(bound_iter) if a in dims else next(kept_iter) for a in range(len(x.shape)))
+        own, kept = iter(bound), (i for a, i in enumerate(indices) if not (keepdim and a in dims))
+        return tuple(next(own if a in dims else kept) for a in range(len(x.shape)))
 
     def _element_sum(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
@@ -382,9 +370,9 @@ class Evaluator(IndexingRules):
         x, (dim,), _ = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
-        if var.kind != "var":
+        if var not in body.free:
             return body
-        constant, terms = body.args if body.kind == "linear" else (0, ((1, body),))
+        constant, terms = linear_parts(body)
         factors = factors_of(terms[0][1])
         ids = [side for f in factors if f.kind == "eq" for side, other in (f.args, f.args[::-1]) if var not in other.free]
         once = next((side for side in ids if side is var or self.algebra.tells([side], var)), None)
@@ -445,18 +433,6 @@ class Evaluator(IndexingRules):
         bound.sort(key=lambda c: c not in chosen)
         e = self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
         return self._counted(value, indices, e)
-
-    def _with_number(self, e: Expr, features: Indices) -> Expr:
-        """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
-        number, others = split_number(e)
-        kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
-            f for f in others if not f.free.isdisjoint(features)
-        ]
-        if number == 1 or e.has_dot or not kept:
-            return e
-        rest = [*others]
-        rest.remove(kept[0])  # once, of a square
-        return self.algebra.mul(self.algebra.scaled(number, kept[0]), *rest)
 
 
 @lru_cache(maxsize=1 << 12)

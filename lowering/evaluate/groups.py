@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from moeblaze_ops.lowering.evaluate.counted_numbers import count_of_any
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number
-from moeblaze_ops.lowering.index_notation.indicators import is_count
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, key_and_number, split_number
+from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
 
@@ -27,17 +27,16 @@ class GroupRules:
     algebra: Algebra
     element: Callable[..., Expr]
     _bind: Callable[..., Expr]
-    _with_number: Callable[..., Expr]
     _runs: "dict[Value, Run | None]"
     _first_of: "dict[tuple[Run, tuple[Size, ...]], Value]"
 
-    def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_searched(self, value: Value, indices: Indices, depth: int) -> Expr:
         ends, x = value.args
         row = self.element(x, indices, depth)
         group = self._group(ends, ends.shape[0], row, indices, depth)
         return self.algebra.leaf(value, indices) if group is None else group
 
-    def _element_between(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_between(self, value: Value, indices: Indices, depth: int) -> Expr:
         run = self.run(value)
         if run is None:
             return self.algebra.leaf(value, indices)
@@ -108,14 +107,14 @@ class GroupRules:
         alike = is_count(counts) and self.algebra.substitute(counts, {var: self.algebra.const(number)}) is count
         return Run(var, counts, number) if alike else None
 
-    def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
+    def _group(self, ends: Value, num_groups: Size, row: Expr, indices: Indices, depth: int) -> Expr | None:
         """The group in which a row stands, where the ends of the groups are running counts."""
         number = self.algebra.fresh(indices, num_groups)
         end = self.element(ends, (number,), depth)
         running = end.kind == "prefix" and end.args[2] is number
         return self.algebra.group(*self.algebra.open(end), row) if running else None
 
-    def _element_grouped_mm(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_grouped_mm(self, value: Value, indices: Indices, depth: int) -> Expr:
         rows, weights, offsets = value.args
         row, column = indices
         group = self._group(offsets, weights.shape[0], row, indices, depth)
@@ -125,6 +124,18 @@ class GroupRules:
         row_element = self._with_number(self.element(rows, (row, width), depth + 1), (width,))
         product = self.algebra.mul(row_element, self.element(weights, (group, width, column), depth + 1))
         return self.algebra.sum(width, product)
+
+    def _with_number(self, e: Expr, features: Indices) -> Expr:
+        """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
+        number, others = split_number(e)
+        kept = [f for f in others if not is_indicator(f) and f.free.isdisjoint(features)] or [
+            f for f in others if not f.free.isdisjoint(features)
+        ]
+        if number == 1 or e.has_dot or not kept:
+            return e
+        rest = [*others]
+        rest.remove(kept[0])  # once, of a square
+        return self.algebra.mul(self.algebra.scaled(number, kept[0]), *rest)
 
     def _resolve_group(self, group: Expr) -> Expr:
         """The expert of a row that a sort by expert put in place, as the sorted key itself, or of one that was taken by it."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
-from moeblaze_ops.lowering.evaluate.runs import RunRules
+from moeblaze_ops.lowering.evaluate.runs import RunRules, Runs
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.selected_rows import before_rows
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
@@ -23,12 +23,12 @@ class IndexingRules(RunRules):
     """Rules of the value kinds of `forms.indexing`."""
 
     _broadcast: Callable[..., Expr]
-    reshape_indices: Callable[..., "Indices"]
+    reshape_indices: Callable[..., Indices]
     _numbers_true: dict[Value, set[Size]]
     _rows_stored: "dict[Expr, tuple[Expr, list[_Landed]]]"
     _counted: Callable[..., Expr]
 
-    def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_index(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, tensors, first = value.args
         rank = max(len(t.shape) for t in tensors if t is not None)
         gathered, shape = indices[first : first + rank], value.shape[first : first + rank]
@@ -36,7 +36,7 @@ class IndexingRules(RunRules):
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
         return self._read(value, indices, own, depth)
 
-    def _read(self, value: Value, indices: "Indices", own: "Indices", depth: int) -> Expr:
+    def _read(self, value: Value, indices: Indices, own: Indices, depth: int) -> Expr:
         """The element of what a subscript reads at ``own``; at an index that is one of two, one of two elements.
 
             torch.cat([y, zeros])[torch.where(kept, slot, E * C)]           [kept] y[slot]
@@ -53,7 +53,8 @@ class IndexingRules(RunRules):
             if tensors[n] is not None and rows and not taken and read(n, base) is self.algebra.zero:
                 there = ((r, self.algebra.beside(read(n, r.body), factors_of(r.hits))) for r in rows)
                 return self.algebra.add(*(r.total(self.algebra, e) for r, e in there))
-        if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
+        # From its end a tensor is read by w[2:][ids - 2] and rows[T:][token - T], not by w[2:][ids + 1] and w[E - 1 - ids].
+        if not all(t is None or never_negative(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
         nonzeros = [i for i in own if i.kind == "nonzero"]
@@ -64,18 +65,11 @@ class IndexingRules(RunRules):
                 e = self.algebra.substitute(e, {hit: self.algebra.one})  # a mask is 1 at each of its own true elements
         return e
 
-    def _may_count_from_end(self, index: Expr) -> bool:
-        """True if a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
-
-            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
-        """
-        return not never_negative(index)
-
-    def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_take(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim, index = value.args
         return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
 
-    def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_nonzero(self, value: Value, indices: Indices, depth: int) -> Expr:
         mask, dim = value.args
         (row,) = indices
         self._numbers_true[mask].add(value.shape[0])
@@ -110,10 +104,10 @@ class IndexingRules(RunRules):
                 return self._true_element(mask, 0, row)
         return self.algebra.leaf(order, (row,))
 
-    def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_inverse(self, value: Value, indices: Indices, depth: int) -> Expr:
         return self.algebra.inverse(value.args[0], indices[0])
 
-    def _element_put(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_put(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, tensors, values, accumulate = value.args
         keyed = [i for i, t in enumerate(tensors) if t is not None]
         if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
@@ -127,9 +121,8 @@ class IndexingRules(RunRules):
             body = self._broadcast(part, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
             return [self.element(tensors[i], (index,), depth) for i in keyed], body
 
-        at, sizes = indices[: len(keyed)], value.shape
         runs = [(0, rows)] if joined else self.runs(tensors[0], part)
-        return self._stored(value, indices, runs, row_at, at, sizes, depth, joined=joined)
+        return self._stored(value, indices, slice(0, len(keyed)), runs, row_at, depth, joined)
 
     def _inverts(self, value: Value, index: Value, stored: Value) -> bool:
         """True if ``value`` is a vector in which rows 0, 1, ... are stored at the places of a permutation of all its rows."""
@@ -138,7 +131,7 @@ class IndexingRules(RunRules):
             return False
         return same_size(index.shape[0], value.shape[0]) if index.is_permutation else self.partitioned(index) is not None
 
-    def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_scatter(self, value: Value, indices: Indices, depth: int) -> Expr:
         _, dim, index, source, _ = value.args
         if self._inverts(value, index, source):
             return self.algebra.inverse(index, indices[0])
@@ -148,30 +141,22 @@ class IndexingRules(RunRules):
             return [self.element(index, at, depth)], self.element(source, at, depth)
 
         runs = [(0, index.shape[dim])] if dim else self.runs(index, source)
-        return self._stored(value, indices, runs, row_at, (indices[dim],), value.shape[dim:], depth)
+        return self._stored(value, indices, slice(dim, dim + 1), runs, row_at, depth)
 
     def _stored(
-        self,
-        value: Value,
-        indices: "Indices",
-        runs: list[tuple[Size, Size]],
-        row_at: Callable[[Expr], tuple[list[Expr], Expr]],
-        at: "Indices",
-        sizes: tuple[Size, ...],
-        depth: int,
-        joined: str | None = None,
+        self, value: Value, indices: Indices, axes: slice, runs: Runs, row_at: Callable, depth: int, joined: str | None = None
     ) -> Expr:
         """The element of a put or a scatter, after one run of rows after another was added or stored.
 
-        ``joined``: what is stored is this function of what was there, and of the rows.
+        ``row_at`` gives a row's keys, into ``axes``, and what it has; ``joined`` is a function of what was there and of that.
         """
-        x, accumulate = value.args[0], value.args[-1]
+        x, accumulate, at, sizes = value.args[0], value.args[-1], indices[axes], value.shape[axes.start :]
         element = self.element(x, indices, depth)
         for start, size in runs:
             row = self.algebra.fresh(indices, size)
             keys, body = row_at(self.algebra.linear(start, [(1, row)]))
             given = any(self.algebra.extent(key) is None for key in keys if key.kind == "leaf" and len(keys) > 1)
-            from_end = value.op == "put" and any(map(self._may_count_from_end, keys))  # a scatter at -1 raises an error
+            from_end = value.op == "put" and not all(map(never_negative, keys))  # a scatter at -1 raises an error
             if given or from_end:
                 return self.algebra.leaf(value, indices)
             landed = self._land(row, keys, at, sizes, body, depth)
@@ -189,7 +174,8 @@ class IndexingRules(RunRules):
     def _index_over(self, landed: "_Landed", base: Expr) -> Expr | None:
         """An index where at most one row is stored over a number, or over that and rows that are stored elsewhere."""
         number, before = self._rows_stored.get(base, (base, []))
-        apart = landed.apart and all(self._met(r.free[0], r.hits, landed.hits) is self.algebra.zero for r in before)
+        hits, zero = factors_of(landed.hits), self.algebra.zero
+        apart = landed.apart and all(self.algebra.met(r.free[0], factors_of(r.hits), hits) is zero for r in before)
         if not apart or number.kind != "const" or not is_whole(number) or not is_whole(landed.body):
             return None
         stored = landed.total(self.algebra, self.algebra.linear(0, [(1, landed.body), (-1, number)]))
@@ -197,16 +183,7 @@ class IndexingRules(RunRules):
         self._rows_stored[e] = number, [*before, landed]
         return e
 
-    def coordinates(self, key: Expr) -> list[Expr] | None:
-        """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
-        true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
-        place = [] if true is None else self.algebra.true_place(*true.args[::2])
-        whole = key.kind == "linear" or len(place) == 1
-        return place if place and whole and self.algebra.position(true.args[0].shape, place) is key else None
-
-    def _land(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
-    ) -> "_Landed":
+    def _land(self, row: Expr, keys: list[Expr], at: Indices, sizes: tuple[Size, ...], body: Expr, depth: int) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
         coordinates = self.coordinates(keys[0]) if len(keys) == 1 else None
         if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
@@ -230,28 +207,8 @@ class IndexingRules(RunRules):
         apart = apart and all(self.algebra.fits(key, n, factors_of(kept)) for key, n in zip(keys, sizes, strict=False))
         return _Landed(free, hits, *stored.args[1], apart=apart)
 
-    def _met(self, row: Expr, hits: Expr, others: Expr) -> Expr:
-        """How many rows hit an index that a row of others hits."""
-        other = {row: self.algebra.fresh((row, hits, others), row.args[1])}
-        marks = [self.algebra.substitute(f, other) for f in factors_of(others)]
-        theirs = [sides for f in marks if f.kind == "eq" for sides in (f.args, f.args[::-1])]
-        met = self.algebra.one
-        for f in factors_of(hits):
-            own, at = f.args if f.kind == "eq" and row in f.args[0].free else f.args[::-1] if f.kind == "eq" else (f, None)
-            keys = [key for key, index in theirs if index is at and row not in at.free]
-            alike = self.algebra.substitute(own, other)
-            met = self.algebra.mul(met, self.algebra.eq(own, alike if alike in keys else keys[0]) if keys else f)
-        return self.algebra.beside(self.algebra.sum(row, met), marks)
-
     def _of_all_elements(
-        self,
-        row: Expr,
-        keys: list[Expr],
-        at: "Indices",
-        sizes: tuple[Size, ...],
-        body: Expr,
-        depth: int,
-        kept: Expr | None = None,
+        self, row: Expr, keys: list[Expr], at: Indices, sizes: tuple[Size, ...], body: Expr, depth: int, kept: Expr | None = None
     ) -> tuple[list[Expr], list[Expr], Expr, Expr]:
         """The true elements of a mask, in whatever order, as all its elements, those at ``at`` where that is their coordinates.
 
@@ -300,7 +257,7 @@ class IndexingRules(RunRules):
                 yield group
 
     def _land_slots(
-        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+        self, row: Expr, keys: list[Expr], at: Indices, sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
         mask = keys[0].args[0] if keys[0].kind == "nonzero" else None
@@ -342,13 +299,11 @@ class _Landed:
     def __init__(self, free: list[Expr], hits: Expr, body: Expr, *, apart: bool = False):
         self.free, self.hits, self.body, self.apart = free, hits, body, apart
 
-    def _summed(self, algebra: Algebra, body: Expr) -> Expr:
-        for var in reversed(self.free):
-            body = algebra.sum(var, body)
-        return body
-
     def total(self, algebra: Algebra, body: Expr | None = None) -> Expr:
-        return self._summed(algebra, algebra.mul(self.hits, body or self.body))
+        e = algebra.mul(self.hits, body or self.body)
+        for var in reversed(self.free):
+            e = algebra.sum(var, e)
+        return e
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
@@ -373,7 +328,7 @@ class _Landed:
         (row, *others), hits = self.free, [f for f in factors_of(self.hits) if f.kind == "eq"]
         keys = [key for hit in hits for key in hit.args if row in key.free] or hits[:1]  # the last one is no proof for any row
         once = None if others or len(keys) != 1 else algebra.distinct(keys[0], row)
-        return once and self._summed(algebra, algebra.mul(self.hits, once, self.body))
+        return once and self.total(algebra, algebra.mul(once, self.body))
 
 
 def _is_permuted(index: Expr) -> bool:

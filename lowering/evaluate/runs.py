@@ -14,18 +14,20 @@ from moeblaze_ops.lowering.evaluate.groups import GroupRules
 from moeblaze_ops.lowering.evaluate.joined_rows import joined_sizes
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, key_and_number
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, key_and_number, subexpressions
 from moeblaze_ops.lowering.index_notation.number_ranges import may_be_negative
+
+Runs = list[tuple[Size, Size]]
+"""Where runs of rows start, and how long they are."""
 
 
 class RunRules(GroupRules):
     """Rules of `cat` and `argsort`."""
 
-    coordinates: Callable[..., list[Expr] | None]
     _land: Callable[..., Any]
     one_of: Callable[..., Expr]
 
-    def _element_cat(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_cat(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, dim = value.args
         at = indices[dim]
         offset = at.args[0] if at.kind == "linear" else 0
@@ -40,18 +42,25 @@ class RunRules(GroupRules):
             return self.one_of(value, indices, self.algebra.div(at, size), rest, depth)
         return self.algebra.leaf(value, indices)
 
-    def runs(self, index: Value, stored: Value) -> list[tuple[Size, Size]]:
-        """Where runs of the rows of ``index``, or of what is stored, start, one behind another, and how long they are."""
+    def runs(self, index: Value, stored: Value) -> Runs:
+        """Those of the rows of ``index``, or of what is stored, one behind another."""
         sizes = joined_sizes(index, stored)
         whole = same_size(sum(sizes), index.shape[0]) and not any(map(may_be_negative, sizes))
         sizes = sizes if whole else index.shape[:1]
         return list(zip(_starts(sizes), sizes, strict=True))
 
-    def _element_argsort(self, value: Value, indices: "Indices", depth: int) -> Expr:
+    def _element_argsort(self, value: Value, indices: Indices, depth: int) -> Expr:
         (keys,) = value.args
         if keys.op == "cat" and self.partitioned(keys) is not None:
             return self.algebra.inverse(keys, indices[0])
         return self.algebra.leaf(value, indices)
+
+    def coordinates(self, key: Expr) -> list[Expr] | None:
+        """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
+        true = next(subexpressions(key, lambda e: e.kind == "nonzero"), None)
+        place = [] if true is None else self.algebra.true_place(*true.args[::2])
+        whole = key.kind == "linear" or len(place) == 1
+        return place if place and whole and self.algebra.position(true.args[0].shape, place) is key else None
 
     def partitioned(self, joined: Value) -> Size | None:
         """How many rows there are, where ``joined`` has the positions of each expert's, expert by expert, and so all of them."""
@@ -76,7 +85,7 @@ class RunRules(GroupRules):
         bound = self.algebra.extent(key)
         return math.prod(sizes[0]) if isinstance(bound, int) and bound <= len(sizes) else None
 
-    def reordered(self, x: Value, own: "Indices", depth: int) -> Expr | None:
+    def reordered(self, x: Value, own: Indices, depth: int) -> Expr | None:
         """The element of ``x`` at the row that ``own`` has of a concatenation of all rows: a sum over its runs."""
         if not own or own[0].kind != "inverse" or own[0].args[0].op != "cat":
             return None

@@ -46,7 +46,6 @@ SCALED = "scaled"
 BINDERS = ("sum", "any", "prefix", "group")
 """Kinds that bind their first argument."""
 
-
 MAX_OPERANDS = 2**13
 """Of one sum or product: many more than the experts and slots of a layer, which sums of sums of sums soon have."""
 
@@ -92,6 +91,11 @@ def split_number(e: Expr) -> tuple[float, tuple[Expr, ...]]:
     """The number of a product, 1 where it has none, and its other factors."""
     numbers = [f.args[0] for f in factors_of(e) if f.kind == "const"]
     return numbers[0] if numbers else 1, tuple(f for f in factors_of(e) if f.kind != "const")
+
+
+def linear_parts(e: Expr) -> tuple[Any, tuple[tuple[Any, Expr], ...]]:
+    """The constant of an index, and how often it has what else it is made of."""
+    return e.args if e.kind == "linear" else (e.args[0], ()) if e.kind == "const" else (0, ((1, e),))
 
 
 def complement_of(e: Expr) -> tuple[Expr, ...]:

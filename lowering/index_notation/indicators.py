@@ -61,8 +61,6 @@ def slot_of(e: Expr) -> Expr | None:
 
 
 _ORDERS = frozenset(("lt", "le", "gt", "ge"))
-
-
 _MARKS = frozenset((CHOSEN, "eq", "ne", "or"))
 
 

@@ -6,7 +6,7 @@
 import math
 
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral
-from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, key_and_number, linear_parts
 
 Interval = tuple[Expr, float, float]
 """An integer, the first number that it may be, and one that it is below."""
@@ -27,12 +27,7 @@ def is_integer(e: Expr) -> bool:
 
 def is_bound(e: Expr) -> bool:
     """True if an integer is no less than a number, or below one."""
-    return e.kind == "call" and e.args[0] in ("ge", "lt") and _is_told(*e.args[1])
-
-
-def _is_told(atom: Expr, number: Expr) -> bool:
-    """True if a comparison of the two says between which numbers an integer lies."""
-    return number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
+    return e.kind == "call" and interval_of(e) is not None
 
 
 def _has_bounds(e: Expr) -> bool:
@@ -42,13 +37,13 @@ def _has_bounds(e: Expr) -> bool:
 
 def interval_of(e: Expr) -> Interval | None:
     """What a comparison with a number says of an integer."""
-    if e.kind == "eq":
-        atom, number = e.args if e.args[1].kind == "const" else e.args[::-1]
-        return (atom, number.args[0], number.args[0] + 1) if _is_told(atom, number) else None
-    if not is_bound(e):
+    name, sides = e.args[:2] if e.kind == "call" else (e.kind, key_and_number(e))
+    if name not in ("eq", "ge", "lt") or None in sides or not _has_bounds(sides[0]):
         return None
-    atom, number = e.args[1]
-    return (atom, number.args[0], math.inf) if e.args[0] == "ge" else (atom, -math.inf, number.args[0])
+    atom, number = sides[0], sides[1].args[0]
+    if sides[1].kind != "const" or type(number) is not int:
+        return None
+    return atom, -math.inf if name == "lt" else number, number + 1 if name == "eq" else number if name == "lt" else math.inf
 
 
 def left_out(e: Expr) -> Interval | None:
@@ -59,7 +54,7 @@ def left_out(e: Expr) -> Interval | None:
 
 def solved(name: str, difference: Expr) -> Interval | None:
     """Which numbers an integer may be, of which a multiple and a constant are less (or greater) than zero."""
-    constant, terms = difference.args if difference.kind == "linear" else (0, ((1, difference),))
+    constant, terms = linear_parts(difference)
     ((scale, atom), *others) = terms
     if others or type(scale) is not int or type(constant) is not int or not _has_bounds(atom):
         return None

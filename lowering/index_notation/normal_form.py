@@ -1,15 +1,14 @@
 """The constructors of canonical expressions: every way to spell a sum, a product or an index ends in the same object."""
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import accumulate, permutations
+from itertools import permutations
 from typing import Any
 
 from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
-from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient, is_at_most, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
@@ -26,134 +25,24 @@ from moeblaze_ops.lowering.index_notation.expr import (
     split_number,
     subexpressions,
 )
+from moeblaze_ops.lowering.index_notation.index_arithmetic import IndexArithmetic
 from moeblaze_ops.lowering.index_notation.indicators import is_below, is_choice, is_count, is_indicator, is_order, slot_of
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
-from moeblaze_ops.lowering.index_notation.number_ranges import Floors, extent, is_whole, lower_bound, never_negative
+from moeblaze_ops.lowering.index_notation.number_ranges import Floors, is_whole, never_negative
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
 _INSIDE = 2000  # and those of binders in whose bodies something that binds is put from here
 
 
-class Algebra:
+class Algebra(IndexArithmetic):
     """Constructors of canonical expressions; one instance owns one pool of interned expressions."""
 
     def __init__(self, resolve_group: Callable[[Expr], Expr] = lambda group: group) -> None:
-        self._pool: dict[tuple, Expr] = {}
+        super().__init__()
         self._opened: dict[Expr, tuple[Expr, Expr]] = {}
         self._resolve_group = resolve_group
         self.largest: dict[Size, tuple[Expr, Expr, Expr]] = {}  # sizes that are the largest of counts; any number, and its count
-        self.zero = self.const(0)
-        self.one = self.const(1)
-
-    def _intern(self, kind: str, *args: Any) -> Expr:
-        key = (kind, args)
-        found = self._pool.get(key)
-        if found is None:
-            found = self._pool[key] = Expr(kind, args, len(self._pool))
-        return found
-
-    def const(self, value: float) -> Expr:
-        """A number; a whole one is an int in whatever type it came, since equal numbers are one expression."""
-        if isinstance(value, bool | float) and abs(value) < 2**53 and value == int(value):
-            value = int(value)
-        return self._intern("const", value)
-
-    def var(self, level: int, extent: Size, tag: str) -> Expr:
-        return self._intern("var", level, extent, tag)
-
-    def fresh(self, used: Iterable[Expr], extent: Size, tag: str = "r") -> Expr:
-        """A variable numbered above each that is free in ``used``, and above bound ones; zero where it has one value."""
-        if extent == 1:
-            return self.zero
-        levels = [v.args[0] for e in used for v in e.free]
-        return self.var(max([-1, *levels]) + 1, extent, tag)
-
-    def leaf(self, value: Any, indices: tuple[Expr, ...]) -> Expr:
-        if value.is_permutation and indices[0].kind == "inverse" and indices[0].args[0] is value:
-            return indices[0].args[1]
-        return self._intern("leaf", value, indices)
-
-    # Index arithmetic.
-
-    extent = staticmethod(extent)
-
-    def fits(self, e: Expr, size: Size, marks: Collection[Expr] = ()) -> bool:
-        """True if an index expression is from 0 on and stays below ``size``, where all marks are 1."""
-        if is_choice(e):
-            return all(self.fits(side, size, marks) for side in e.args[1][1:])
-        floors = dict.fromkeys(marks, 1)
-        bound = self.extent(e, floors)
-        below = any(is_below(mark, e, size) for mark in marks) and never_negative(e, floors)
-        return below or (bound is not None and is_at_most(bound, size))
-
-    def linear(self, constant: Size, terms: Iterable[tuple[Size, Expr]]) -> Expr:
-        """``constant + sum(coefficient * expr)`` over integers."""
-        sums: dict[Expr, Size] = {}
-
-        def collect(coefficient: Size, e: Expr) -> None:
-            nonlocal constant
-            if e.kind == "const":
-                constant = constant + coefficient * e.args[0]
-            elif e.kind == "linear":
-                constant = constant + coefficient * e.args[0]
-                for inner, atom in e.args[1]:
-                    sums[atom] = sums.get(atom, 0) + coefficient * inner
-            else:
-                sums[e] = sums.get(e, 0) + coefficient
-
-        for coefficient, e in terms:
-            collect(coefficient, e)
-        for atom in list(sums):  # size * (e // size) + e % size == e
-            if atom.kind == "mod" and atom in sums:
-                quotient = self._intern("div", *atom.args)
-                scale = sums[atom]
-                if quotient in sums and same_size(sums[quotient], scale * atom.args[1]):
-                    del sums[atom], sums[quotient]
-                    collect(scale, atom.args[0])
-        constant = size_of(constant)
-        ordered = tuple(sorted(((c, a) for a, c in sums.items() if c != 0), key=lambda term: term[1].uid))
-        if not ordered:
-            return self.const(constant)
-        if constant == 0 and len(ordered) == 1 and ordered[0][0] == 1:
-            return ordered[0][1]
-        return self._intern("linear", constant, ordered)
-
-    def position(self, sizes: Sequence[Size], indices: Sequence[Expr]) -> Expr:
-        """The row-major position of an element among those of a tensor."""
-        strides = accumulate(reversed(sizes[1:]), operator.mul, initial=1)
-        return self.linear(0, zip(strides, reversed(indices), strict=False))
-
-    def _split(self, e: Expr, size: Size) -> tuple[Expr, Expr] | None:
-        """Quotient and remainder of ``e`` by ``size`` where the linear form shows them."""
-        if size == 0:
-            return None  # an index into nothing
-        if e.kind == "const" and isinstance(size, int):
-            return self.const(e.args[0] // size), self.const(e.args[0] % size)
-        if self.fits(e, size):
-            return self.zero, e
-        constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
-        whole: list[tuple[Size, Expr]] = []
-        rest: list[tuple[Size, Expr]] = []
-        for coefficient, atom in terms:
-            quotient = exact_quotient(coefficient, size)
-            if quotient is None:
-                rest.append((coefficient, atom))
-            else:
-                whole.append((quotient, atom))
-        first = lower_bound(self.linear(0, rest))  # of C e + p - 1, where p is no less than 1, the remainder is p - 1
-        known = all(isinstance(number, int) for number in (constant, size, first))
-        base = (constant + first) // size if known else exact_quotient(constant, size) or 0
-        remainder = self.linear(constant - base * size, rest)
-        return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
-
-    def div(self, e: Expr, size: Size) -> Expr:
-        split = self._split(e, size)
-        return split[0] if split else self._intern("div", e, size)
-
-    def mod(self, e: Expr, size: Size) -> Expr:
-        split = self._split(e, size)
-        return split[1] if split else self._intern("mod", e, size)
 
     # Arithmetic.
 
@@ -385,12 +274,20 @@ class Algebra:
             rows[t, k] * n + c              tells k where it tells c, which is below n
             rows[t, k] + c                  does not: 1 + 2 is 2 + 1
         """
-        keys = {f: own[0] for f in marks if f.kind == "eq" and len(own := [side for side in f.args if var in side.free]) == 1}
-        told = [number for number in (*numbers, *keys.values()) if var in number.free and is_whole(number)]
-        other = {var: self.fresh((var, *told, *marks), var.args[1])}
-        same = (self.eq(number, self.substitute(number, other)) for number in told)
-        met = self.sum(var, self.mul(*same, *(mark for mark in marks if mark not in keys)))
-        return self.beside(met, [self.substitute(mark, other) for mark in marks]) is self.one
+        return self.met(var, marks, marks, [number for number in numbers if var in number.free and is_whole(number)]) is self.one
+
+    def met(self, var: Expr, marks: Sequence[Expr], others: Sequence[Expr], numbers: Sequence[Expr] = ()) -> Expr:
+        """How many of the rows ``var`` with some marks are where one with ``others`` is, and have its numbers."""
+        other = {var: self.fresh((var, *numbers, *marks, *others), var.args[1])}
+        known = [self.substitute(mark, other) for mark in others]
+        theirs = [sides for f in known if f.kind == "eq" for sides in (f.args, f.args[::-1])]
+        same = [self.eq(number, self.substitute(number, other)) for number in numbers]
+        for f in marks:
+            own, at = f.args if f.kind == "eq" and var in f.args[0].free else f.args[::-1] if f.kind == "eq" else (f, None)
+            keys = [key for key, index in theirs if index is at and is_whole(own)]
+            alike = self.substitute(own, other)
+            same.append(self.eq(own, alike if alike in keys else keys[0]) if keys else f)
+        return self.beside(self.sum(var, self.mul(*same)), known)
 
     def _is_above(self, a: Expr, b: Expr, floors: Floors) -> bool:
         """True if an integer is larger than another one, of which no running count is larger than the whole count."""
@@ -576,23 +473,8 @@ class Algebra:
         number = stored_number(e.args[0], dtype) if e.kind == "const" else None
         return self.mul(*marks, self._intern("cast", dtype, e) if number is None else self.const(number))
 
-    def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
-        return self._intern("nonzero", mask, axis, row, extent)
-
-    def true_place(self, mask: Any, row: Expr) -> list[Expr]:
-        """The indices of the true element of a mask that comes ``row``-th in row-major order."""
-        return [self.nonzero(mask, axis, row, extent) for axis, extent in enumerate(mask.shape)]
-
     def group(self, var: Expr, counts: Expr, row: Expr) -> Expr:
         return self._resolve_group(self._close("group", var, counts, row))
-
-    def distinct(self, e: Expr, var: Expr) -> Expr:
-        return self._intern("distinct", e, var)
-
-    def inverse(self, permutation: Any, index: Expr) -> Expr:
-        if index.kind == "leaf" and index.args[0] is permutation:
-            return index.args[1][0]
-        return self._intern("inverse", permutation, index)
 
     # Substitution.
 
@@ -639,11 +521,9 @@ class Algebra:
         return self.mul(made) if is_bound(made) else made
 
 
-def _mapped(args: tuple, change: Callable[[Expr], Expr]) -> tuple:
-    """Arguments with the expressions among them as ``change`` gives them, in tuples as well."""
-    return tuple(
-        change(arg) if isinstance(arg, Expr) else _mapped(arg, change) if isinstance(arg, tuple) else arg for arg in args
-    )
+def _mapped(args: tuple, visit: Callable[[Expr], Expr]) -> tuple:
+    """Arguments with the expressions among them as ``visit`` gives them, in tuples as well."""
+    return tuple(visit(arg) if isinstance(arg, Expr) else _mapped(arg, visit) if isinstance(arg, tuple) else arg for arg in args)
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:

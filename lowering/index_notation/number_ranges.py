@@ -15,7 +15,7 @@ import torch
 
 from moeblaze_ops.lowering.graph.functional_view import ELEMENTS_OF_FIRST, Value
 from moeblaze_ops.lowering.graph.sizes import Size, exact_quotient
-from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, split_number
+from moeblaze_ops.lowering.index_notation.expr import Expr, complement_of, factors_of, linear_parts, split_number
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator, most_counted
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_integer, left_out
 
@@ -72,8 +72,7 @@ def lower_bound(e: Expr, floors: Floors = MappingProxyType({})) -> float:
         return 0
     match e.kind:
         case "const" | "linear":
-            constant, terms = e.args if e.kind == "linear" else (e.args[0], ())
-            least = _least_sum(constant, terms, floors)
+            least = _least_sum(*linear_parts(e), floors)
             return least if isinstance(least, int | float) else -math.inf if may_be_negative(least) else 0
         case "leaf" if _is_trusted(e.args[0]):
             return 0
@@ -128,10 +127,7 @@ def _least_call(call: Expr, floors: Floors) -> float:
 def _floors(mask: Expr, holds: bool) -> Floors:
     """What integers are no less than where a mask holds, or where it does not."""
     masks = complement_of(mask)
-    return _floors_of(masks, not holds) if masks else _floors_of(factors_of(mask), holds)
-
-
-def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
+    factors, hold = (masks, not holds) if masks else (factors_of(mask), holds)
     told = [interval for factor in factors if (interval := interval_of(factor)) is not None]
     if hold:
         return dict.fromkeys(filter(is_indicator, factors), 1) | {atom: first for atom, first, end in told if end == math.inf}

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
-from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, differ, factors_of, is_hidden
+from moeblaze_ops.kernels.formulas.named import keeps_zero
+from moeblaze_ops.lowering.index_notation.expr import DETACH, Expr, complement_of, differ, factors_of, is_hidden
 from moeblaze_ops.lowering.index_notation.indicators import is_choice, is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import is_whole, never_negative
 
-ZERO_AT_ZERO = frozenset(("relu", "gelu", "gelu_tanh", "tanh", "erf", "selu", "mish", "relu6", "hardswish"))
+_EXACT = (0, 0.5, 1)
+"""Numbers that every dtype holds as they are, beside zeros and ones."""
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
     """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
-    minus = algebra.const(-1)
     a, b = args[0], args[1] if len(args) > 1 else algebra.zero
     integers = integers or (all(map(is_whole, args)) and not all(e.kind in ("const", "add") or is_indicator(e) for e in args))
     match name:
@@ -27,7 +28,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
             if integers:
                 return algebra.linear(0, [(scale_a, a), (scale_b, b)])
-            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
+            return algebra.add(*(e if s == 1 else algebra.mul(algebra.const(s), e) for s, e in ((scale_a, a), (scale_b, b)) if s))
         case "mul" | "and":
             if integers and "const" in (a.kind, b.kind):
                 number, e = (a, b) if a.kind == "const" else (b, a)
@@ -49,7 +50,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, algebra.call("sigmoid", (a,)))
         case "clamp" if (integers or a is algebra.zero) and _stays(algebra, a, *params):
             return a
-        case _ if name in ZERO_AT_ZERO and a is algebra.zero:
+        case _ if a is algebra.zero and len(args) == 1 and not params and keeps_zero(name):
             return a
         case "minimum" if integers and "const" in (a.kind, b.kind):
             number, e = (a, b) if a.kind == "const" else (b, a)
@@ -144,3 +145,25 @@ def _not(algebra: Algebra, mask: Expr) -> Expr:
     marks = factors_of(mask)
     numbers = [f.args[1] if f.kind == "cast" and f.args[0] == torch.bool and is_integer(f.args[1]) else f for f in marks]
     return opposite(algebra, mask) if numbers == [*marks] else algebra.eq(algebra.mul(*numbers), algebra.zero)
+
+
+def threshold(algebra: Algebra, name: str, args: list[Expr]) -> Expr | None:
+    """The comparison of a mask, or of how many elements of one are true, with a number, as a mask; None if it is none."""
+    if name not in _COMPARISONS or args[1].kind != "const" or args[1].args[0] not in _EXACT:
+        return None
+    e, number = args[0], args[1].args[0]
+    compare = getattr(operator, name)
+    if is_indicator(e):
+        of_zero, of_one = compare(0, number), compare(1, number)
+        if of_zero == of_one:
+            return algebra.const(int(of_zero))
+        return e if of_one else opposite(algebra, e)
+    if e.kind == "sum" and is_indicator(e.args[1]) and (name, number) in (("gt", 0), ("ne", 0), ("ge", 1)):
+        return algebra.any(*algebra.open(e))
+    return None
+
+
+def opposite(algebra: Algebra, mask: Expr) -> Expr:
+    """1 where a mask is 0, and 0 where it is 1."""
+    masks = complement_of(mask)
+    return algebra.mul(*masks) if masks else algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))

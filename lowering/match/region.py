@@ -216,7 +216,5 @@ def _prove_dtype(node: fx.Node, dtype: torch.dtype, result: torch.Tensor) -> Non
     if not isinstance(fake, torch.Tensor) or not fake.dtype.is_floating_point:
         return
     allowed = {dtype, torch.float32, torch.float64} if dtype.itemsize < 4 else {dtype, torch.float64}
-    if dtype == torch.float64:
-        allowed = {dtype}
     if fake.dtype not in allowed and fake.dtype != result.dtype:
         raise Declined(Reason.DTYPE_PATH, f"{fake.dtype} inside a layer computed in {dtype}", node)

@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.depth import accumulators
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
@@ -186,11 +188,14 @@ class _Known:
     def __init__(self, view: GraphView) -> None:
         self.view, self.evaluator, self.writes = view, Evaluator(), view.all_writes()
         self.written_at = [view.position[write] for write, _ in self.writes]
-        self.sizes = known_sizes(view)
         self.masks: dict[Size, dict[Value, None]] = {}  # of whose true elements there are so many
         for value in view._pool.values():
             if value.op == "nonzero":
                 self.masks.setdefault(value.shape[0], {})[value.args[0]] = None
+
+    @cached_property
+    def sizes(self) -> dict[sympy.Symbol, sympy.Expr]:
+        return known_sizes(self.view)
 
 
 def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:
@@ -373,9 +378,13 @@ class _Proof:
 
     def _size(self, size: Size) -> Size:
         """A size without the work; zero also where it is by the sizes that it is known as."""
-        sizes = sympy.sympify(size), sympy.sympify(size).xreplace(self.known.sizes)
-        own, known = (e.subs({symbol: 0 for symbol in e.free_symbols if self.zeros.is_zero_size(symbol)}) for e in sizes)
-        return known if known == 0 else own
+
+        def without_work(e: sympy.Expr) -> sympy.Expr:
+            return e.subs({symbol: 0 for symbol in e.free_symbols if self.zeros.is_zero_size(symbol)})
+
+        own = without_work(sympy.sympify(size))
+        is_known = bool(free_unbacked_symbols(own)) and without_work(sympy.sympify(size).xreplace(self.known.sizes)) == 0
+        return sympy.Integer(0) if is_known else own
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""
@@ -414,9 +423,9 @@ class _Proof:
         alias = read in self.view.aliases(write.args[0])
         return alias and target_name(read) == "getitem" and read.args == write.args[:2]
 
-    def _without_empty_writes(self, value: Value) -> Value:
-        """What a value is made of by writing no rows, however often, and through whatever view."""
-        while True:
+    def _without_empty_writes(self, value: Value, end: Value) -> Value:
+        """What a value is made of by writing no rows, however often, and through whatever view; ``end`` if it is that."""
+        while value is not end:
             inner = value.args[0] if value.op == "reshape" else value
             if inner.op == "put" and any(t is not None and 0 in map(self._size, t.shape) for t in inner.args[1]):
                 base = inner.args[0]
@@ -426,14 +435,16 @@ class _Proof:
                     base = base.args[0]
                 value = base
             else:
-                return value
+                break
+        return value
 
     def _same(self, before: Value, after: Value) -> bool:
         if before is after:
             return True
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return False
-        before, after = map(self._without_empty_writes, (before, after))
+        after = self._without_empty_writes(after, before)
+        before = self._without_empty_writes(before, after)
         while before.op == after.op == "reshape" and before.args[0].shape == after.args[0].shape:
             before, after = before.args[0], after.args[0]
         if before is after:

@@ -17,7 +17,6 @@ import torch
 from moeblaze_ops.lowering.evaluate.groups import written_out
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
@@ -29,6 +28,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
 )
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import opposite
 
 _WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16, torch.uint16))
 """Dtypes in which a count that is not zero may become zero."""

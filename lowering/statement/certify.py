@@ -6,16 +6,22 @@ What equality of formulas does not cover is proven elsewhere: that ids are in ra
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
+
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS, symbol
+from moeblaze_ops.kernels.formulas.named import is_formula_of, is_gated
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
 from moeblaze_ops.lowering.facts.subscripts import of_experts_alone
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.index_notation.distribution import terms_of
-from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, is_changing, subexpressions
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.match_result import MoEMatch, Reading
 from moeblaze_ops.lowering.match.reasons import Reason
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.padding import without_padding, written
+from moeblaze_ops.lowering.match.terms.pointwise_formula import to_formula
 from moeblaze_ops.lowering.match.terms.sums import sums_of_experts, sums_of_vectors
-from moeblaze_ops.lowering.statement.formula import is_activation
 from moeblaze_ops.lowering.statement.layer import Form, Statement
 from moeblaze_ops.lowering.statement.operands import Elements
 from moeblaze_ops.lowering.statement.rules import LayerForm
@@ -46,7 +52,7 @@ def certified(view: GraphView, match: MoEMatch) -> Form | None:
     base = () if match.base is None else _terms(reading, _base(view, match))
     added, statement = Counter(base), Statement(match, elements, formulas, feature)
     for activation in formulas.spellings(match.activation):
-        if not is_activation(algebra, match, formulas, activation):
+        if not _is_activation(algebra, match, formulas, activation):
             continue
         for form in statement.forms(len(reading.experts)):
             try:
@@ -58,6 +64,23 @@ def certified(view: GraphView, match: MoEMatch) -> Form | None:
             except Unroll:  # what slots have is a formula of its own for each
                 continue
     return None
+
+
+def _is_activation(algebra: Algebra, match: MoEMatch, formulas: Formulas, read: Expr) -> bool:
+    """True if ``read`` is the activation of a match, in the symbols of ``formulas``: numbers that may change stay as they are."""
+    numbers = {e: e.args[0].args[0] for e in subexpressions(read, is_changing)}
+    present = algebra.substitute(read, {e: algebra.const(number.present) for e, number in numbers.items()})
+    halves = GATED_SYMBOLS if is_gated(match.activation) else UNGATED_SYMBOLS
+    symbols = dict(zip((formulas.gate, formulas.up), map(symbol, halves), strict=False))
+    symbols |= dict(zip(formulas.parameters, map(symbol, PARAMETER_SYMBOLS), strict=True))
+    double = any(value.dtype == torch.float64 for view in match.views for value in view.values)
+    try:
+        alike = is_formula_of(match.activation, to_formula(present, symbols), double=double)
+    except ValueError:
+        return False
+    for number in numbers.values() if alike else ():
+        number.guard()
+    return alike
 
 
 def _terms(reading: Reading, value: Value) -> Iterator[Expr]:

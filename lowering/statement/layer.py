@@ -20,9 +20,9 @@ import torch
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.pointwise import opposite
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
@@ -34,7 +34,6 @@ from moeblaze_ops.lowering.statement.operands import Elements
 
 _LEVEL = 100
 """Bound variables of a statement are numbered from here until they are bound: above those of tokens and features."""
-
 
 Experts: TypeAlias = Literal["listed", "summed", "indexed"]
 Slots: TypeAlias = Literal["inside", "around", "listed"]
@@ -74,9 +73,8 @@ class Statement:
         if any(match.dropout) and match.experts is not None and not self._has_one_slot_each():
             return  # an output of two slots is dropped for both
         apart = any(view.apart for view in match.views)
-        by_ids = match.experts is not None and not apart
         for experts, slots in product(get_args(Experts), get_args(Slots)):
-            if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and (slots == "inside" or not by_ids)):
+            if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and slots == "inside"):
                 continue
             if (self._slots_apart and slots == "around") or (match.experts is None and slots != "inside"):
                 continue
@@ -119,7 +117,7 @@ class Statement:
                 term = (self._indexed if form.experts == "indexed" else self._term)(form, activation, number, k)
                 if form.experts == "summed":
                     term = algebra.sum(number, term)
-                yield term if around is None or around is algebra.zero else algebra.sum(around, term)
+                yield term if around is None else algebra.sum(around, term)
         yield from self._without_projections(slots if form.slots == "listed" else [None])
 
     def _indexed(self, form: Form, activation: Expr, number: Expr, k: Expr) -> Expr:
@@ -136,26 +134,21 @@ class Statement:
         return [self._algebra.var(_LEVEL + 3, self._match.E, "r")]
 
     def _term(self, form: Form, activation: Expr, number: Expr, k: Expr | None) -> Expr:
-        algebra = self._algebra
+        algebra, named = self._algebra, self._named(number)
         if form.experts == "indexed":
-            chosen, weight = algebra.one, self._weight(number, k, self._depth)
-        elif self._match.experts is None:
-            chosen, weight = algebra.one, self._scored(number)
-        elif k is not None:
-            chosen = algebra.eq(self._id(k), self._named(number))
             weight = self._weight(number, k, self._depth)
+        elif self._match.experts is None:
+            weight = self._scored(number)
         else:
-            chosen, weight = algebra.one, self._share(number, self._named(number), None, self._depth)
+            weight = self._share(number, named, k, self._depth)
         if self._match.kept is not None and not self._match.kept.of_slots:
             weight = algebra.mul(weight, self._mark(self._elements.of_token(self._match.kept, number, self._match.E)))
         if not self._match.weights_on_input:
-            return algebra.mul(chosen, weight, self._expert(number, activation, None))
-        inside = self._expert(number, activation, algebra.mul(chosen, weight))
-        if not form.masked:
+            return algebra.mul(weight, self._expert(number, activation, None))
+        inside = self._expert(number, activation, weight)
+        if form.experts == "indexed" or not form.masked:
             return inside
-        if k is None:
-            chosen = self._over_slots(lambda k: algebra.eq(self._id(k), self._named(number)))
-        return algebra.mul(chosen, inside)
+        return algebra.mul(self._over_slots(lambda k: algebra.eq(self._id(k), named), k), inside)
 
     def _share(self, number: Expr, named: Expr, k: Expr | None, depth: int) -> Expr:
         """What a token gets of the expert with the id ``named``: by its slot ``k``, or by all of them."""
@@ -163,13 +156,14 @@ class Statement:
         def of_slot(k: Expr) -> Expr:
             return self._algebra.mul(self._algebra.eq(self._id(k), named), self._weight(number, k, depth))
 
-        return self._over_slots(of_slot) if k is None else of_slot(k)
+        return self._over_slots(of_slot, k)
 
-    def _over_slots(self, body: Callable[[Expr], Expr]) -> Expr:
-        k = self._slot()
+    def _over_slots(self, body: Callable[[Expr], Expr], k: Expr | None) -> Expr:
+        if k is not None:
+            return body(k)
         if self._slots_apart:
             return self._algebra.add(*(body(self._algebra.const(k)) for k in range(self._match.K)))
-        return body(k) if k is self._algebra.zero else self._algebra.sum(k, body(k))
+        return self._algebra.sum(self._slot(), body(self._slot()))
 
     def _slot(self) -> Expr:
         return self._algebra.zero if self._match.K == 1 else self._algebra.var(_LEVEL + 2, self._match.K, "r")
@@ -220,7 +214,7 @@ class Statement:
         hit = algebra.eq(self._elements.of_place(named.tokens, number, place, sizes), token)
         weight = algebra.one if named.weights is None else self._elements.of_place(named.weights, number, place, sizes)
         placed = algebra.mul(hit, weight)
-        return algebra.mul(share, placed if place is algebra.zero else algebra.sum(place, placed))
+        return algebra.mul(share, algebra.sum(place, placed))
 
     def _expert(self, number: Expr, activation: Expr, scale: Expr | None) -> Expr:
         """What an expert makes of the token, whose products with the up weights are multiplied by ``scale``."""
@@ -237,20 +231,17 @@ class Statement:
         return written(self._algebra, self._formulas, expert, activation)
 
     def _half(self, number: Expr, g: int) -> Projection:
-        match, elements = self._match, self._elements
-        view, half = self._view_of_half(match.w_up, g)
+        match = self._match
         low_rank = match.low_rank_up[g] if match.low_rank_up else ()
-        weight = elements.of_weight(view, number, half, self._f, self._in)
-        view, half = self._view_of_half(match.b_up, g) if match.b_up else (None, self._algebra.zero)
-        bias = None if view is None else elements.of_weight(view, number, half, self._f)
+        weight = self._of_half(match.w_up, number, g, self._f, self._in)
+        bias = self._of_half(match.b_up, number, g, self._f) if match.b_up else None
         return Projection(self._with_low_rank(weight, low_rank, number, self._f, self._in), bias)
 
-    def _view_of_half(self, views: tuple[WeightView, ...], g: int) -> tuple[WeightView, Expr]:
-        return (views[g], self._algebra.zero) if len(views) == 2 else (views[0], self._algebra.const(g))
+    def _of_half(self, views: tuple[WeightView, ...], number: Expr, g: int, *features: Expr) -> Expr:
+        view, half = (views[g], self._algebra.zero) if len(views) == 2 else (views[0], self._algebra.const(g))
+        return self._elements.of_weight(view, number, half, *features)
 
-    def _with_low_rank(
-        self, weight: Expr, factors: tuple[Factors, ...], number: Expr, output: Expr, feature: Expr
-    ) -> Expr:
+    def _with_low_rank(self, weight: Expr, factors: tuple[Factors, ...], number: Expr, output: Expr, feature: Expr) -> Expr:
         """An expert's weight with what adapters add to it."""
         return self._algebra.add(weight, *(self._low_rank(own, number, output, feature) for own in factors))
 
@@ -259,7 +250,7 @@ class Statement:
         rank = algebra.zero if factors.rank == 1 else algebra.var(_LEVEL + 4, factors.rank, "d")
         a = self._elements.of_weight(factors.a, number, rank, feature)
         b = self._elements.of_weight(factors.b, number, output, rank)
-        summed = algebra.mul(a, b) if rank is algebra.zero else algebra.sum(rank, algebra.mul(a, b))
+        summed = algebra.sum(rank, algebra.mul(a, b))
         own = algebra.one if factors.scale_E is None else self._elements.of_weight(factors.scale_E, number)
         return algebra.mul(algebra.const(factors.scale), own, summed)
 

@@ -22,9 +22,7 @@ class Elements:
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
 
-    def of_token(
-        self, operand: Operand, column: Expr, width: Size, slot: tuple[int, Expr] | None = None, depth: int = 0
-    ) -> Expr:
+    def of_token(self, operand: Operand, column: Expr, width: Size, slot: tuple[int, Expr] | None = None, depth: int = 0) -> Expr:
         """The element of ``[T, width]``, or of ``[T, K, width]`` at one of K slots; any of both may be turned.
 
         With ``rest``, of the tensor that its index of the second axis has.

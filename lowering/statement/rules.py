@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 
 from moeblaze_ops.lowering.evaluate.depth import MAX_PROJECTIONS
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.distribution import factored, terms_of
@@ -58,7 +58,8 @@ class LayerForm:
                 return algebra.const(e.args[0].args[0].present)
             case "leaf" if e.args[0].op == "low_rank":
                 base, added = (self._evaluator.element(part, e.args[1], 1) for part in e.args[0].args)
-                return self._sum([self.of(base), *terms_of(algebra, self.of(added), _sums)])
+                terms = terms_of(algebra, self.of(added), lambda e: (f for f in factors_of(e) if f.kind == "add"))
+                return self._sum([self.of(base), *terms])
             case "leaf":
                 return self._subscripted(e)
             case "cast" if e.args[0] == torch.bool and all(map(_stops_gradient, factors_of(e.args[1]))):
@@ -104,17 +105,13 @@ class LayerForm:
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole
-        for hit in (f for f in whole.args if f.kind == "eq"):
-            for ids, number in (hit.args, hit.args[::-1]):
-                if ids.kind == "leaf" and number.kind in ("const", "var"):
-                    rest = (g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args)
-                    if (less := algebra.mul(*rest)) is not whole:
-                        return self.of(less)
+        sides = [(f, *own) for f in whole.args if f.kind == "eq" for own in (f.args, f.args[::-1])]
+        told = [({ids: number}, [f]) for f, ids, number in sides if ids.kind == "leaf" and number.kind in ("const", "var")]
         marks = subexpressions(whole, lambda e: self._is_mask(e) or is_order(e) or (e.kind == "call" and e.args[0] == CHOSEN))
-        for mask in marks:
-            beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
-            if beside or algebra.mul(whole, mask) is whole:
-                rest = (g if g in beside else algebra.substitute(g, {mask: algebra.one}) for g in whole.args)
+        told += [({mask: algebra.one}, [g for g in whole.args if g is mask or self._absorbs(mask, g)]) for mask in marks]
+        for known, beside in told:
+            if beside or algebra.mul(whole, *known) is whole:
+                rest = (g if g in beside else algebra.substitute(g, known) for g in whole.args)
                 if (less := algebra.mul(*rest)) is not whole:
                     return self.of(less)
         return whole
@@ -144,11 +141,8 @@ class LayerForm:
         if not given:
             return leaf
         of_index = {index: var for var, index in given.items()}
-        try:
-            anywhere = self._evaluator.element(value, tuple(of_index.get(index, index) for index in indices), MAX_PROJECTIONS)
-        except Unroll:  # what was stacked has a formula of its own each
-            return leaf
-        return self._algebra.substitute(anywhere, given)
+        anywhere = self._evaluator.try_element(value, tuple(of_index.get(index, index) for index in indices), MAX_PROJECTIONS)
+        return leaf if anywhere is None else self._algebra.substitute(anywhere, given)
 
     def _is_mask(self, e: Expr) -> bool:
         """True if ``e`` is 0 or 1 by comparisons."""
@@ -165,10 +159,6 @@ class LayerForm:
             return False
         (var, hit), (slot, body) = self._algebra.open(mask), self._algebra.open(other)
         return self._algebra.substitute(hit, {var: slot}) in factors_of(body)
-
-
-def _sums(e: Expr) -> list[Expr]:
-    return [f for f in factors_of(e) if f.kind == "add"]
 
 
 def _stops_gradient(e: Expr) -> bool:

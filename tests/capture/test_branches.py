@@ -18,6 +18,7 @@ from torch._dynamo.variables import ConstantVariable
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.lowering.obligations import branches
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, Taken, handled
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
@@ -549,6 +550,15 @@ def test_code_without_a_source_file(define):
 
 def test_first_run_of_a_proven_branch_is_verified(monkeypatch):
     monkeypatch.setattr(moeblaze_ops.config, "verify", "first")
+    layer, x = _from_a_text()["FromText"](None), torch.randn(T, D)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x), atol=1e-6, rtol=1e-5)
+    assert len(rewritten_in(records)) == 1
+
+
+def test_known_sizes_are_not_asked_for_without_need(monkeypatch):
+    """No rows are written for an expert without tokens, whatever is known of those of the others."""
+    monkeypatch.setattr(branches, "known_sizes", lambda view: pytest.fail("nothing here depends on sizes of several parts"))
     layer, x = _from_a_text()["FromText"](None), torch.randn(T, D)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x), atol=1e-6, rtol=1e-5)

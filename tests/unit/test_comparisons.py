@@ -5,7 +5,7 @@ import operator
 import pytest
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.index_notation.comparisons import threshold
+from moeblaze_ops.lowering.index_notation.pointwise import threshold
 
 NAMES = ("eq", "ne", "lt", "le", "gt", "ge")
 

@@ -17,10 +17,10 @@ import torch
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import opposite
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, by_number, joined
 from moeblaze_ops.lowering.match.operands.find_routing import find_routing
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove

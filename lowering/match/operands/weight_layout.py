@@ -12,7 +12,7 @@ from moeblaze_ops.arguments.separate_experts import are_in_a_row
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, linear_parts
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicSizes, may_be_specialized
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -145,12 +145,8 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
         raise SymbolicSizes(sizes)
     strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
     position = algebra.linear(0, list(zip(strides, indices, strict=True)))
-    if position.kind == "const":
-        constant, terms = position.args[0], {}
-    elif position.kind == "linear":
-        constant, terms = position.args[0], {atom: c for c, atom in position.args[1]}
-    else:
-        constant, terms = 0, {position: 1}
+    constant, parts = linear_parts(position)
+    terms = {atom: c for c, atom in parts}
     static = all(isinstance(number, int) for number in (constant, *terms.values()))
     prove(static, Reason.WEIGHT_LAYOUT, "a symbolic position")
     if index is not None and index.kind == "linear":

@@ -209,10 +209,10 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
 
 def _running_count(algebra: Algebra, number: Expr) -> _Position | None:
     """A running count of ones, and counts of all ones of other sorts, less one."""
-    if number.kind == "linear" and number.args[0] == -1 and (of_slots := _of_slots(algebra, number)) is not None:
-        return of_slots
     if number.kind != "linear" or number.args[0] != -1 or any(coefficient != 1 for coefficient, _ in number.args[1]):
         return None
+    if (of_slots := _of_slots(algebra, number)) is not None:
+        return of_slots
     counts = [atom for _, atom in number.args[1] if atom.kind == "prefix"]
     behind = [atom for _, atom in number.args[1] if atom.kind == "sum"]
     alike = len(counts) == 1 and len(counts) + len(behind) == len(number.args[1])
@@ -226,12 +226,10 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
 
         (one_hot.cumsum(0) * one_hot - 1).view(K, T, E).max(dim=0).values        # ids of a topk differ: one slot at most
     """
-    ((times, total),) = number.args[1] if len(number.args[1]) == 1 else ((0, number),)
-    if times != 1 or total.kind not in ("sum", "mul"):
-        return None
+    total = number.args[1][0][1]
     slot, body = algebra.open(total) if total.kind == "sum" else (None, total)
     parts = {f.kind: f for f in factors_of(body) if f.kind != "distinct"}
-    if set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
+    if len(number.args[1]) > 1 or set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
         return None
     count, hit = parts["prefix"], parts["eq"]
     once = slot is None or algebra.tells((), slot, [hit])

@@ -9,10 +9,10 @@ import torch
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import complement_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.number_ranges import never_negative
+from moeblaze_ops.lowering.index_notation.pointwise import opposite
 
 SIZE = sympy.Symbol("s", integer=True, positive=True)
 

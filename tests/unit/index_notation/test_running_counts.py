@@ -185,13 +185,41 @@ def test_sums_of_running_counts(numbers):
             assert numbers.number(whole, {}) == sum(_times(numbers, (count, *marks), {row: at}) for at in range(T))
 
 
-def test_rows_that_are_apart():
-    numbers = Numbers()
+def _hits(numbers):
+    """Marks of a row, those of a key and of a place among them, and these three."""
     algebra = numbers.algebra
     row, key, place = algebra.var(0, T, "r"), algebra.var(1, E, "t"), algebra.var(2, T + 1, "t")
     ids, n, m = (numbers.leaf(of, row) for of in ("ids", "n", "m"))
     counts = [algebra.linear(less, [(1, count)]) for count in _counts(numbers, row).values() for less in (0, -1)]
     hits = [algebra.eq(ids, key), m, algebra.eq(ids, n), algebra.eq(n, place), *(algebra.eq(count, place) for count in counts)]
+    return hits, row, key, place
+
+
+def test_rows_where_others_are(numbers):
+    """How many rows meet another one is how many are at its place, whatever else is true of that."""
+    algebra, (hits, row, key, place) = numbers.algebra, _hits(numbers)
+    hits.append(algebra.eq(numbers.leaf("x", row), place))
+    sets = [algebra.mul(*some) for size in (1, 2, 3) for some in combinations(hits, size)]
+    pairs = [(sets[i], sets[j]) for i, j in torch.randint(len(sets), (100, 2), generator=numbers.random)]
+    count, every = _counts(numbers, row)["of marks"], algebra.sum(row, numbers.leaf("m", row))
+    ends = [algebra.linear(-1, [(1, e) for e in counts]) for counts in ((count,), (count, every))]
+    behind = [algebra.mul(algebra.eq(end, place), numbers.leaf("m", row)) for end in ends]
+    for own, others in (*product(behind, repeat=2), *pairs):
+        other = algebra.fresh((row, own, others), T)
+        met = algebra.met(row, factors_of(own), factors_of(others))
+        if own in behind and others in behind:
+            assert met is (algebra.one if own is others else algebra.zero)
+        for _ in range(3):
+            numbers.draw()
+            for at in product(range(E), range(T + 1), range(T)):
+                at = dict(zip((key, place, other), at, strict=True))
+                if numbers.number(others, {**at, row: at[other]}) == 1:
+                    assert numbers.number(met, at) == sum(numbers.number(own, {**at, row: i}) for i in range(T))
+
+
+def test_rows_that_are_apart():
+    numbers = Numbers()
+    algebra, (hits, row, key, place) = numbers.algebra, _hits(numbers)
     apart = 0
     for some in (some for size in (1, 2, 3) for some in combinations(hits, size)):
         if not algebra.tells((), row, factors_of(algebra.mul(*some))):

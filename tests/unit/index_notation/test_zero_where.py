@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.lowering.index_notation.comparisons import opposite
+from moeblaze_ops.kernels.formulas.composites import COMPOSITES
+from moeblaze_ops.kernels.formulas.expression import ARITY
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.pointwise import ZERO_AT_ZERO, apply_pointwise
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise, opposite
 from moeblaze_ops.lowering.obligations.zero import all_zero, zero_where
 
 ALGEBRA = Algebra()
@@ -59,12 +60,18 @@ def test_counts_that_are_not_zero():
 
 
 def test_functions_of_zero():
-    """What becomes zero of zero is zero exactly, in each dtype, and other functions are left."""
-    of_zero = {name: getattr(F, name, None) or getattr(torch, name) for name in ZERO_AT_ZERO - {"gelu_tanh"}}
-    of_zero["gelu_tanh"] = partial(F.gelu, approximate="tanh")
-    for name, function in of_zero.items():
-        assert apply_pointwise(ALGEBRA, name, [ALGEBRA.zero], (), integers=False) is ALGEBRA.zero
-        assert all(not function(torch.tensor([zero], dtype=dtype)).any() for zero in (0.0, -0.0) for dtype in DTYPES)
+    """What becomes zero of zero is zero exactly, in each dtype, with a gradient that is a number; other functions are left."""
+    of_one = {*COMPOSITES, *(name for name, number in ARITY.items() if number == 1)} - {"prelu", "threshold"}
+    functions = {name: getattr(F, name, None) or getattr(torch, name, None) for name in of_one}
+    functions |= {"gelu_tanh": partial(F.gelu, approximate="tanh"), "hardshrink": F.hardshrink}
+    kept = [e for e in functions if apply_pointwise(ALGEBRA, e, [ALGEBRA.zero], (), integers=False) is ALGEBRA.zero]
+    assert {"relu", "gelu", "gelu_tanh", "tanh", "erf", "selu", "mish", "relu6", "hardswish", "sin", "softsign"} <= {*kept}
+    assert {"sqrt", "exp", "softplus", "sigmoid", "rsqrt", "log", "logsigmoid"}.isdisjoint(kept)
+    for name, zero, dtype in product(kept, (0.0, -0.0), DTYPES):
+        x = torch.tensor([zero], dtype=dtype, requires_grad=True)
+        y = functions[name](x)
+        y.sum().backward()
+        assert not y.any() and x.grad.isfinite().all(), name
     for low, high in ((None, -1.0), (-1.0, None), (-1.0, 1.0), (0.0, 0.0), (0.5, 1.0), (-1.0, -0.5), (None, -0.5)):
         found = apply_pointwise(ALGEBRA, "clamp", [ALGEBRA.zero], (low, high), integers=False)
         is_zero = torch.zeros(1).clamp(low, high).item() == 0
